@@ -328,6 +328,20 @@ def train(
 
 
 @app.command()
+@with_options(Joining, Gpus)
+def critic(joining: Joining, gpus: Gpus, index: Index = "0", trust_remote_code: TrustRemoteCode = False) -> None:
+    """Value rollouts, and train the critic on the rounds that the policy is trained on (algorithm.advantage = "gae").
+
+    There is one in a run; its --model-dir is what the critic begins as  [critic.model, else model.path].
+    """
+    gpus.take()
+    from workers.commands.build import critic_worker, with_critic_model
+
+    make = partial(critic_worker, run_dir=joining.home, trust_remote_code=trust_remote_code, secret=_shared_secret())
+    joining.join(WorkerKind.CRITIC, _number(index), with_critic_model(joining.model_dir, trust_remote_code, make))
+
+
+@app.command()
 @with_options(Publishing)
 def publish(
     joining: Publishing,

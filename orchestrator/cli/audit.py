@@ -1,5 +1,7 @@
 """Was every row of every trained batch trained exactly once, in the lineage of weights that survives, and nothing else?
 
+Where there is a critic its newest checkpoint must hold the same rows, too, as far as it reaches.
+
 No row of an evaluation is ever trained: none is sent, and the trainer's ledger has no place for one.
 
 Recomputed from independent records: the rounds that the core commanded (its journal, replayed), the rounds log as the
@@ -29,7 +31,7 @@ from orchestrator.observability.metrics import read_file
 from orchestrator.sim.replay import recorded_commands
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, parse_entry_id
-from transport.contracts.ledger import checkpoints_place, newest_checkpoint
+from transport.contracts.ledger import checkpoints_place, critic_checkpoints_place, newest_checkpoint
 from transport.contracts.messages import (
     CloseMiniBatch,
     FinishTraining,
@@ -113,10 +115,7 @@ def audit(
     if held:  # the broker's entries where it has them, the journal's where they were trimmed
         first = parse_entry_id(held[0][0])
         log = [*(entry for entry in commanded if parse_entry_id(entry[0]) < first), *held]
-    sent: dict[BatchPass, list[RowId]] = defaultdict(list)
-    for _, command in log:
-        if isinstance(command, TrainRound) and command.kind == "train":
-            sent[command.batch, command.pass_index] += _rows_of(command)
+    sent = _sent(log)
     problems = _compare_logs(commanded, held) + _check_closes(log, trained_version)
     of_evaluations = sorted({row for rows in sent.values() for row in rows if is_evaluation(row)})
     problems += _named("of an evaluation, and sent to the trainer", of_evaluations)
@@ -157,6 +156,22 @@ def check_steps(steps: Sequence[StepDone], checkpoint: CheckpointRecord | None, 
     return problems
 
 
+def check_critic(
+    commanded: RoundsLog, checkpoint: CheckpointRecord | None, *, passes: int, finished: int | None
+) -> list[str]:
+    """The critic's newest checkpoint against what was commanded: the same rows, once, in a lineage of its own.
+
+    finished: batches that the run is over with; None while it goes on.
+    """
+    if checkpoint is None:
+        return ["the critic: the run is finished, and there is no checkpoint of it"] if finished else []
+    name = f"the critic's {checkpoint.name}"
+    problems = [f"{name}: {file} is not the one that its ledger was written beside" for file in checkpoint.changed]
+    if finished is not None and checkpoint.version != finished:
+        problems.append(f"{name} contains {checkpoint.version} batches, and the run is finished with {finished}")
+    return problems + [f"the critic: {problem}" for problem in _check_ledger(_sent(commanded), checkpoint, passes)]
+
+
 def check_metrics(steps: Sequence[StepDone], lines: Sequence[Mapping[str, Any]], damaged: Sequence[int]) -> list[str]:
     """metrics.jsonl against the steps that the journal holds: each is written there before it is in the journal."""
     problems = [f"metrics.jsonl: line {number} is damaged" for number in damaged]
@@ -187,6 +202,15 @@ def _compare_logs(commanded: RoundsLog, held: RoundsLog) -> list[str]:
         if first < parse_entry_id(entry_id) < last and entry_id not in present
     ]
     return problems
+
+
+def _sent(log: RoundsLog) -> Mapping[BatchPass, Sequence[RowId]]:
+    """Rows of each batch and pass, as often as they were sent."""
+    sent: dict[BatchPass, list[RowId]] = defaultdict(list)
+    for _, command in log:
+        if isinstance(command, TrainRound) and command.kind == "train":
+            sent[command.batch, command.pass_index] += _rows_of(command)
+    return sent
 
 
 def _rows_of(command: TrainRound) -> list[RowId]:
@@ -259,7 +283,9 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
     finished = await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
     live = not finished and (is_written(rundir.journal) or is_written(rundir.path))  # between two orchestrators, too
     checkpoint = _newest_checkpoint(checkpoints_place(settings, rundir.path))
-    cut = max(await broker.last_id(keys.ROUNDS), checkpoint.cursor if checkpoint else ZERO_ID, key=parse_entry_id)
+    critic = _newest_checkpoint(critic_checkpoints_place(settings, rundir.path)) if settings.has_critic else None
+    cursors = [one.cursor for one in (checkpoint, critic) if one is not None]
+    cut = max(await broker.last_id(keys.ROUNDS), ZERO_ID, *cursors, key=parse_entry_id)
     held: list[tuple[str, TrainerCommand]] = []
     while entries := await broker.read(keys.ROUNDS, held[-1][0] if held else ZERO_ID, count=READ_COUNT):
         held += [(entry.entry_id, trainer_command_decoder.decode(entry.entry.payload)) for entry in entries]
@@ -280,6 +306,9 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
     report = audit(
         commanded, held, checkpoint, trained_version=trained_version, passes=passes, missing=missing, live=live
     )
+    if settings.has_critic:
+        problems = check_critic(commanded, critic, passes=passes, finished=trained_version if finished else None)
+        report = replace(report, problems=(*report.problems, *problems))
     more = check_steps(steps, checkpoint, finished=finished) + check_metrics(steps, metrics.lines, metrics.damaged)
     return replace(report, problems=(*report.problems, *more))
 

@@ -260,6 +260,16 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "the clip is there to stop",
         )
     yield from _broken_by_streams(s)
+    if s.algorithm.advantage == "gae" and s.pipeline.drop_no_signal:
+        yield (
+            "pipeline.drop_no_signal algorithm.advantage",
+            'must be false with algorithm.advantage "gae": a group whose rewards agree still has advantages',
+        )
+    if s.algorithm.advantage != "gae" and s.critic != Settings().critic:
+        yield (
+            "critic.lr critic.model critic.value_clip critic.device critic.gpus algorithm.advantage",
+            'and all of [critic] need algorithm.advantage "gae": without, there is no critic',
+        )
     if s.trainer.micro_batch_tokens < s.sampling.max_new_tokens:
         yield (
             "trainer.micro_batch_tokens sampling.max_new_tokens",
@@ -440,10 +450,10 @@ def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
             "pipeline.drop_no_signal algorithm.rl_coef",
             "must be false with algorithm.rl_coef 0, which trains groups whose rewards agree, too",
         )
-    if s.pipeline.group_size < 2 and algorithm.rl_coef:
+    if s.pipeline.group_size < 2 and algorithm.rl_coef and algorithm.advantage != "gae" and s.trainer.engine != "none":
         yield (
-            "pipeline.group_size algorithm.rl_coef",
-            "must be 2 or more where algorithm.rl_coef is above 0: advantages are relative to the group",
+            "pipeline.group_size algorithm.rl_coef algorithm.advantage",
+            f'must be 2 or more with algorithm.advantage "{algorithm.advantage}", which compares siblings',
         )
     if s.data.response_column and s.data.source == "reasoning_gym":
         yield "data.response_column data.source", 'needs data.source "jsonl" or "hf", whose rows have columns'

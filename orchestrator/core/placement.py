@@ -3,6 +3,7 @@
     ranks of the trainer     one each, of their own: NCCL takes one rank a GPU
     generation workers       each ``gpus_per_worker``, of those that are left
     reference models         one that is idle, else the first rank's
+    the critic               likewise, another one where there is
 
 Where fewer are left than the workers ask for, they share: with each other, and, where none is left, with the trainer.
 Each process of a shared GPU has the same share of its memory; a tenth stays free for what they do not account for.
@@ -65,6 +66,7 @@ def fill(
     *,
     gpus_per_worker: int = 1,
     references: int = 0,
+    critics: int = 0,
     trainer: Sequence[int] | None = None,
     generation: Sequence[int] | None = None,
 ) -> tuple[int, int]:
@@ -72,13 +74,14 @@ def fill(
 
     Ranks get half of the GPUs, more where workers may not be so many as need the other half, less where workers that
     were asked for need more, or all that the user named for them; rounded down to a power of two, because layers and
-    rounds are divided evenly. Workers get the rest, but for one GPU where there are reference models.
+    rounds are divided evenly. Workers get the rest, but for one GPU where there are reference models, and one where
+    there is a critic.
 
-    Args:    free: those that nobody holds.  references, trainer, generation: as in ``Needs``.
+    Args:    free: those that nobody holds.  references, critics, trainer, generation: as in ``Needs``.
     Returns: (ranks, workers), within their bounds; on few GPUs they do not all find one of their own.
     Source:  ours.
     """
-    room = len(free) - min(1, references)
+    room = len(free) - min(1, references) - critics
     if trainer is not None:
         share = len(trainer)
     elif generation is not None:
@@ -96,20 +99,24 @@ class Needs:
     """What computes on GPUs, in processes.
 
     ranks: of the trainer.  workers: generation workers, as many as there may ever be, each on ``gpus_per_worker`` GPUs.
-    references: scoring workers with a reference model.  trainer, generation: the GPUs that the user named, None: any.
+    references: scoring workers with a reference model.  critics: 1 where there is a critic.
+    trainer, generation, critic: the GPUs that the user named, None: any.
     """
 
     ranks: int
     workers: int
     gpus_per_worker: int = 1
     references: int = 0
+    critics: int = 0
     trainer: Sequence[int] | None = None
     generation: Sequence[int] | None = None
+    critic: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """GPUs by number: of each rank; of each place for a generation worker, which workers take in turn; of references.
+    """GPUs by number: of each rank; of each place for a generation worker, which workers take in turn; of references;
+    of the critic.
 
     shares: of the memory of a GPU, what each process there may use.  idle: those that nobody uses.
     """
@@ -119,6 +126,7 @@ class Placement:
     references: tuple[int, ...]
     shares: dict[int, float]
     idle: tuple[int, ...]
+    critic: tuple[int, ...] = ()
 
     def gpus(self, kind: WorkerKind, index: int) -> tuple[int, ...]:
         """Of the ``index``-th worker of its kind; () where it computes on none."""
@@ -129,6 +137,8 @@ class Placement:
                 return self.generation[index % len(self.generation)]
             case WorkerKind.SCORE:
                 return self.references
+            case WorkerKind.CRITIC:
+                return self.critic
             case _:
                 return ()
 
@@ -149,7 +159,12 @@ def place(free: Sequence[int], needs: Needs) -> Placement:
     references: tuple[int, ...] = ()
     if needs.references:
         references = next(((gpu,) for gpu in free if gpu not in used), trainer[:1] or tuple(free[:1]))
-    tenants = Counter([*trainer, *references * needs.references])
+    critic: tuple[int, ...] = ()
+    if needs.critics:
+        others = used | {*references}
+        idle = next(((gpu,) for gpu in free if gpu not in others), trainer[:1] or tuple(free[:1]))
+        critic = idle if needs.critic is None else tuple(needs.critic[:1])
+    tenants = Counter([*trainer, *references * needs.references, *critic])
     for worker in range(needs.workers):
         tenants.update(generation[worker % len(generation)])
     return Placement(
@@ -158,6 +173,7 @@ def place(free: Sequence[int], needs: Needs) -> Placement:
         references=references,
         shares={gpu: 1.0 if count == 1 else int(100 * USABLE) // count / 100 for gpu, count in tenants.items()},
         idle=tuple(gpu for gpu in free if gpu not in tenants),
+        critic=critic,
     )
 
 

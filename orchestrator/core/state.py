@@ -13,7 +13,7 @@ from typing import assert_never
 
 import msgspec
 
-from orchestrator.core import fleet, training
+from orchestrator.core import critic, fleet, training
 from orchestrator.core.dispatch import handout
 from orchestrator.core.lanes.evaluation import EvaluationLane
 from orchestrator.core.lanes.service import ServeLane
@@ -165,6 +165,8 @@ class PipelineState:
                 training.checkpoint_saved(p, event)
             case messages.TrainerReady():
                 training.trainer_ready(p, event, self._train, self._evaluation)
+            case messages.CriticReported():
+                critic.reported(p, event)
             case messages.BrokerUsage():
                 training.rows_retained(p, event)
             # prompts, plans, predictions

@@ -20,7 +20,7 @@ from orchestrator.core.dispatch.handout import compare_lengths
 from orchestrator.core.lanes.evaluation import EvaluationLane
 from orchestrator.core.model.groups import Batch, Group, Phase
 from orchestrator.core.model.outbox import CommandId, FinishKey, parse_entry_id
-from orchestrator.core.model.pipeline import Checkpoint, Pipeline
+from orchestrator.core.model.pipeline import Checkpoint, Pipeline, is_saved
 from orchestrator.core.model.settings import Release
 from orchestrator.core.rollout.admission import TrainLane, outcome_of
 from orchestrator.core.rollout.lifecycle import withdraw
@@ -187,8 +187,8 @@ def reopen(p: Pipeline) -> None:
     """A resumed run goes on. If its end stands on the log, the trainer must first have read past it."""
     p.finish_reason = ""
     p.outbox.confirm(FinishKey())
-    finish_id, saved = p.training.finish_id, p.retention.checkpoints
-    if finish_id is not None and saved and saved[-1].cursor >= finish_id:
+    finish_id = p.training.finish_id
+    if finish_id is not None and is_saved(p.retention.checkpoints, finish_id):
         p.training.finish_id = None
 
 
@@ -402,13 +402,20 @@ def checkpoint_saved(p: Pipeline, report: CheckpointSaved) -> None:
         _train_up_to(p, weights)
     cursor = parse_entry_id(report.cursor)
     if p.retention.save(Checkpoint(weights.version, cursor), p.settings.keep_checkpoints):
-        _free(p)
-    if training.finish_id is not None and cursor >= training.finish_id:
-        reason = why_over(p)
-        if reason:
-            finish_run(p, reason)
-        else:
-            training.finish_id = None  # it was resumed meanwhile
+        free_saved(p)
+    end_if_saved(p)
+
+
+def end_if_saved(p: Pipeline) -> None:
+    """End the run when the trainer, and the critic where there is one, saved past the last command."""
+    finish_id = p.training.finish_id
+    if finish_id is None or not is_saved(p.retention.checkpoints, finish_id):
+        return
+    reason = why_over(p)
+    if not reason:
+        p.training.finish_id = None  # it was resumed meanwhile
+    elif not p.settings.critic or is_saved(p.critic.checkpoints, finish_id):
+        finish_run(p, reason)
 
 
 def rows_retained(p: Pipeline, usage: BrokerUsage) -> None:
@@ -417,12 +424,12 @@ def rows_retained(p: Pipeline, usage: BrokerUsage) -> None:
     p.retention.retained_bytes = usage.retained_bytes + usage.unit_bytes
     p.retention.force_checkpoint = over >= 0
     p.retention.over_budget = over > 0
-    _free(p)
+    free_saved(p)
 
 
-def _free(p: Pipeline) -> None:
-    """Free rows and rounds that no trainer can come to need any more."""
-    oldest = p.retention.free(p.settings.keep_checkpoints)
+def free_saved(p: Pipeline) -> None:
+    """Free rows and rounds that no trainer, and no critic, can come to need any more."""
+    oldest = p.retention.free(p.settings.keep_checkpoints, p.critic if p.settings.critic else None)
     if oldest is None:
         return
     freed: list[GroupId] = []

@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from orchestrator.core.model.groups import MISSING, Group, Lane, Stage
-from orchestrator.core.model.pipeline import Pipeline, Wait, WaitStage
+from orchestrator.core.model.pipeline import Pipeline, Wait, WaitStage, is_saved
 from orchestrator.core.model.settings import changeable
 from orchestrator.core.rollout.lifecycle import is_fresh
 from transport.contracts.messages import RankerJudged
@@ -328,7 +328,8 @@ def current_wait(p: Pipeline) -> Wait | None:
     found = (
         _service(p)
         if p.settings.service
-        else _trainer_to_come(p)
+        else _last_of_critic(p)
+        or _trainer_to_come(p)
         or _groups(p, _sent_and_unready(p))
         or _trainer(p)
         or _batch_in_training(p)
@@ -373,6 +374,15 @@ def _trainer(p: Pipeline) -> Wait | None:
     return None
 
 
+def _last_of_critic(p: Pipeline) -> Wait | None:
+    """Where the trainer is through with the run, and may have left."""
+    finish_id = p.training.finish_id
+    if not p.settings.critic or finish_id is None or not is_saved(p.retention.checkpoints, finish_id):
+        return None
+    owner = _names(_others(p, WorkerKind.CRITIC)) or WorkerKind.CRITIC.value
+    return _wait(p, "training", "the last checkpoint of the critic", owner)
+
+
 def _sent_and_unready(p: Pipeline) -> list[Group]:
     """Groups of a round whose rows went missing: the trainer cannot go on before they are made again."""
     batches = (p.batches[index] for index in p.batches if p.training.trained_version <= index <= p.training.batch)
@@ -398,6 +408,8 @@ def _groups(p: Pipeline, groups: Iterable[Group]) -> Wait | None:
     for group in groups:
         by_stage[group.stage].append(group)
     if scoring := by_stage[Stage.SCORING]:
+        if (wait := _critic(p, scoring)) is not None:
+            return wait
         scorers = _others(p, WorkerKind.SCORE)
         owner = _names(scorers) if scorers else f"{WorkerKind.SCORE.value} (none has joined)"
         return _wait(p, "scoring", f"the scores of {_count(p, scoring)}", owner)
@@ -407,6 +419,21 @@ def _groups(p: Pipeline, groups: Iterable[Group]) -> Wait | None:
         return _wait(p, "generation", f"{_plural(samples, 'sample')} of {_count(p, running)}", owner)
     pending = by_stage[Stage.PENDING]
     return _dispatch(p, pending) if pending else None
+
+
+def _critic(p: Pipeline, scoring: Sequence[Group]) -> Wait | None:
+    """Where their values are what is missing: the critic is not there, or is behind what they may be valued with."""
+    if not p.settings.critic or scoring[0].lane is Lane.EVAL:
+        return None
+    critics = _others(p, WorkerKind.CRITIC)
+    if not critics:
+        return _wait(p, "scoring", "a critic to join", WorkerKind.CRITIC.value)
+    if not p.critic.epoch:
+        return _wait(p, "scoring", "the critic to be ready", _names(critics))
+    if p.critic.version < scoring[0].batch - p.settings.max_staleness:
+        behind = f"the critic to train {_place(p, p.critic.version)}, before it values {_place(p, scoring[0].batch)}"
+        return _wait(p, "scoring", behind, _names(critics))
+    return None
 
 
 def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:

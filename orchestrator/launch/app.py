@@ -203,6 +203,7 @@ def join_commands(settings: Settings) -> list[str]:
     """What to type, here, for each kind of worker that the run needs."""
     score, train = ["score", *score_arguments(settings)], ["train", *train_arguments(settings)]
     kinds = [["publish"], ["generate"]] if settings.trainer.engine == "none" else [["generate"], score, train]
+    kinds += [["critic"]] if settings.has_critic else []
     where = ["--broker", without_password(settings.broker.url)[0], "--run", settings.run.name]
     return [command("streamrl-worker", *kind, *where) for kind in kinds]
 
@@ -312,7 +313,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     model = await asyncio.to_thread(identify_model, model_dir)
 
     async def publish_metadata() -> None:
-        await publish_run_metadata(broker, settings, state.pipeline.lineage.epoch, model, trial)
+        epochs = state.pipeline.lineage.epoch, state.pipeline.critic.epoch
+        await publish_run_metadata(broker, settings, epochs[0], model, trial, critic_epoch=epochs[1])
 
     async def restore() -> None:
         await publish_metadata()

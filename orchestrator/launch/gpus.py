@@ -90,7 +90,9 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
     if not trains and not generates:
         return None
     present = list_gpus()
+    learns = settings.has_critic and trainer.engine == "torch" and settings.critic.device in ("auto", "cuda")
     named = {"trainer.gpus": trainer.gpus, "generation.gpus": generation.gpus}
+    named |= {"critic.gpus": settings.critic.gpus} if learns else {}
     chosen = {key: None if gpus == "auto" else parse_gpus(key, gpus, len(present)) for key, gpus in named.items()}
     if not present:
         return None
@@ -102,13 +104,15 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
         raise ConfigError(f"all {len(present)} GPUs of this machine are held by workers of other runs; wait for them")
     references = scoring.workers if trains and settings.algorithm.kl_coef > 0 else 0
     of_workers = _workers(settings) if generates else NONE
-    room = _room(free, settings, of_workers.low, references, chosen)
+    critics = 1 if learns else 0
+    room = _room(free, settings, of_workers.low, min(1, references) + critics, chosen)
     ranks, workers = fill(
         free,
         _ranks(settings, _usable_bytes(present), room) if trains else NONE,
         of_workers,
         gpus_per_worker=generation.gpus_per_worker,
         references=references,
+        critics=critics,
         trainer=chosen["trainer.gpus"],
         generation=chosen["generation.gpus"],
     )
@@ -117,8 +121,10 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
         workers=max(workers, generation.max_workers) if generates else 0,
         gpus_per_worker=generation.gpus_per_worker,
         references=references,
+        critics=critics,
         trainer=chosen["trainer.gpus"],
         generation=chosen["generation.gpus"],
+        critic=chosen.get("critic.gpus"),
     )
     try:
         placement = place(free, needs)
@@ -134,15 +140,18 @@ def _room(
     free: Sequence[int],
     settings: Settings,
     fewest_workers: int,
-    references: int,
+    others: int,
     chosen: Mapping[str, Sequence[int] | None],
 ) -> int:
-    """How many GPUs the trainer's ranks may have at most. chosen: by setting, those that the user named."""
+    """How many GPUs the trainer's ranks may have at most.
+
+    others: that reference models and the critic take.  chosen: by setting, those that the user named.
+    """
     if (own := chosen["trainer.gpus"]) is not None:
         return len(own)
     if (theirs := chosen["generation.gpus"]) is not None:
         return len(set(free) - set(theirs))
-    return len(free) - fewest_workers * settings.generation.gpus_per_worker - min(1, references)
+    return len(free) - fewest_workers * settings.generation.gpus_per_worker - others
 
 
 def _usable_bytes(present: Sequence[Gpu]) -> float:

@@ -59,7 +59,8 @@ def workers_of(settings: Settings) -> list[tuple[WorkerKind, int]]:
     if settings.trainer.engine == "none":
         return [*begun, (WorkerKind.PUBLISH, 1), generate]
     score = (WorkerKind.SCORE, settings.scoring.workers)
-    return [*begun, (WorkerKind.TRAIN, settings.trainer.num_ranks), generate, score]
+    critic = [(WorkerKind.CRITIC, 1)] if settings.has_critic else []
+    return [*begun, (WorkerKind.TRAIN, settings.trainer.num_ranks), *critic, generate, score]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class LocalFleet:
     def worker(self, kind: WorkerKind, index: int) -> ChildSpec:
         broker = self.settings.broker
         reach = ["--tls-ca", broker.tls_ca, "--outage-s", str(broker.outage_s)]
-        argv = python_module("workers", kind.value, "--index", str(index), *self._common(), *reach)
+        argv = python_module("workers", kind.value, "--index", str(index), *self._common(kind), *reach)
         argv += self._local_arguments(kind) + (self.gpus.arguments(kind, index) if self.gpus else [])
         return ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=self.env)
 
@@ -115,9 +116,11 @@ class LocalFleet:
             arguments += [part for option, value in server.items() if value for part in (option, value)]
         return arguments
 
-    def _common(self) -> list[str]:
-        joined = ["--broker", self.url, "--run", self.settings.run.name]
-        return [*joined, "--run-dir", str(self.run_dir), "--model-dir", str(self.model_dir)]
+    def _common(self, kind: WorkerKind | None = None) -> list[str]:
+        joined = ["--broker", self.url, "--run", self.settings.run.name, "--run-dir", str(self.run_dir)]
+        if kind is WorkerKind.CRITIC and self.settings.critic.model:
+            return joined  # it begins as another model, which it prepares itself
+        return [*joined, "--model-dir", str(self.model_dir)]
 
 
 def score_arguments(settings: Settings) -> list[str]:

@@ -7,6 +7,7 @@ dies, no child is left, and when it returns, no shared memory of theirs.
                 ├─ orchestrator        streamrl-orchestrator serve
                 ├─ generate-0..        streamrl-worker generate
                 ├─ score-0..           streamrl-worker score
+                ├─ critic-0            streamrl-worker critic     where there is one
                 └─ train-0..           streamrl-worker train      its clean exit is the end of the run
 """
 

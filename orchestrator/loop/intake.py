@@ -22,7 +22,7 @@ from orchestrator.core.model.settings import CHANGEABLE
 from orchestrator.errors import ConfigError, EventFailedError
 from transport.broker import keys
 from transport.broker.base import MAX_DEAD_LETTERS, Broker, Commit, Entry, Fence, buried
-from transport.contracts.ledger import checkpoint_dirs, checkpoints_place
+from transport.contracts.ledger import checkpoint_dirs, checkpoints_place, critic_checkpoints_place
 from transport.contracts.messages import (
     STARTING,
     BrokerUsage,
@@ -265,22 +265,29 @@ def _decoded(worker: WorkerId, raw: bytes) -> WorkerStatus | None:
 # next reports. Source: ours
 
 
-def grpo_tasks(*, with_reference: bool) -> tuple[TaskSpec, ...]:
+def scoring_tasks(*, with_reference: bool, with_critic: bool = False) -> tuple[TaskSpec, ...]:
     """The tasks between a generated sample and a trainable one, in the order in which a sample usually meets them.
 
     A task is started by its columns, never by another task: add one by declaring it here.
-    with_reference: logprobs of a frozen reference model are needed (kl_coef > 0); advantages then wait for them too, so
-    that a scored group is always trainable.
+    with_reference: logprobs of a frozen reference model are needed (kl_coef > 0).  with_critic: values are; advantages
+    then wait for them too, so that a scored group is always trainable.
     Source: AsyncFlow sec. 3.1, 3.3.
     """
-    responses, scores = frozenset({Column.RESPONSE_IDS}), frozenset({Column.REWARD})
-    logprobs, advantage = frozenset({Column.REFERENCE_LOGPROBS}), frozenset({Column.ADVANTAGE})
+    responses = frozenset({Column.RESPONSE_IDS})
     rewards = frozenset({Column.REWARD, Column.REWARD_COMPONENTS})
-    reward = TaskSpec(name="reward", unit="sample", reads=responses, writes=rewards)
-    if not with_reference:
-        return reward, TaskSpec(name="advantages", unit="group", reads=scores, writes=advantage)
-    reference = TaskSpec(name="reference", unit="sample", reads=responses, writes=logprobs)
-    return reward, reference, TaskSpec(name="advantages", unit="group", reads=scores | logprobs, writes=advantage)
+    tasks = [TaskSpec(name="reward", unit="sample", reads=responses, writes=rewards)]
+    scores, advantages = {Column.REWARD}, {Column.ADVANTAGE}
+    if with_reference:
+        logprobs = Column.REFERENCE_LOGPROBS
+        tasks.append(TaskSpec(name="reference", unit="sample", reads=responses, writes=frozenset({logprobs})))
+        scores.add(logprobs)
+    if with_critic:
+        values = frozenset({Column.VALUES, Column.VALUE_WEIGHTS})
+        tasks.append(TaskSpec(name="values", unit="sample", reads=responses, writes=values))
+        scores.add(Column.VALUES)
+        advantages |= {Column.TOKEN_ADVANTAGES, Column.RETURNS}
+    group = TaskSpec(name="advantages", unit="group", reads=frozenset(scores), writes=frozenset(advantages))
+    return *tasks, group
 
 
 async def keep_reconciled(
@@ -332,27 +339,40 @@ async def check_new(broker: Broker, rundir: RunDir, settings: Settings) -> None:
             f"the broker already holds a run named {broker.run!r}, and it is not the one in {rundir.path}: "
             "choose another --name"
         )
-    checkpoints = checkpoints_place(settings, rundir.path)
-    if await asyncio.to_thread(checkpoint_dirs, checkpoints):
-        raise RunExistsError(
-            f"{checkpoints} holds checkpoints, but {rundir.journal} nothing that says how they came to be: put "
-            "the journal back, or start a run of another --name from a model directory (model.path)"
-        )
+    places = [checkpoints_place(settings, rundir.path)]
+    places += [critic_checkpoints_place(settings, rundir.path)] if settings.has_critic else []
+    for checkpoints in places:
+        if await asyncio.to_thread(checkpoint_dirs, checkpoints):
+            raise RunExistsError(
+                f"{checkpoints} holds checkpoints, but {rundir.journal} nothing that says how they came to be: put "
+                "the journal back, or start a run of another --name from a model directory (model.path)"
+            )
 
 
 async def publish_run_metadata(
-    broker: Broker, settings: Settings, trainer_epoch: int, model: ModelIdentity, trial: TrialRows | None = None
+    broker: Broker,
+    settings: Settings,
+    trainer_epoch: int,
+    model: ModelIdentity,
+    trial: TrialRows | None = None,
+    *,
+    critic_epoch: int = 0,
 ) -> None:
     """Write what workers need in the broker beside entries and rows; again after it lost its tail, which may reach so
     far.
 
-    trainer_epoch: the highest that was reported, so that no later trainer gets it once more.  model: what workers have.
+    trainer_epoch, critic_epoch: the highest that was reported, so that none later gets it once more.  model: what
+    workers have.
     trial: what rewards are tried on; there before the settings, for which workers wait.
     """
     trains = settings.trainer.engine != "none"
-    await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0) if trains else ())
+    reference, critic = settings.algorithm.kl_coef > 0, settings.has_critic
+    await broker.declare_tasks(scoring_tasks(with_reference=reference, with_critic=critic) if trains else ())
     with suppress(FencedError):  # the broker knows a newer one
         await broker.commit(Commit(fence=Fence(role="trainer", epoch=trainer_epoch)))
+    if settings.has_critic:
+        with suppress(FencedError):
+            await broker.commit(Commit(fence=Fence(role="critic", epoch=critic_epoch)))
     await broker.put_meta(keys.MODEL, encode(model))
     if trial is not None:
         await broker.put_meta(keys.TRIAL, encode(trial))

@@ -28,6 +28,7 @@ import structlog
 
 from transport.contracts.messages import (
     Command,
+    CriticReported,
     EvaluationOutcome,
     Event,
     GroupScored,
@@ -56,10 +57,11 @@ GROUPS: Mapping[str, str] = {
     "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s publish_wait_s samples_trained "
     "tokens_trained groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead "
     "rows_in_steps tokens_in_steps",
+    "critic": "value_staleness value_staleness_max",
     "run": "batch version incarnation time_s eval",
 }
 """Group -> its keys, for whoever shows a number among a hundred others."""
-PREFIXES = ("eval", "ranker")  # of keys that are groups of their own
+PREFIXES = ("eval", "ranker", "critic")  # of keys that are groups of their own
 _GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys.split()}
 
 
@@ -132,6 +134,7 @@ class MetricsLog:
         # Of the next line: the last step, or when weights were loaded after a start: starting up is no batch's time.
         self._begun_s: float | None = None
         self._ranker: dict[str, float] = {}
+        self._critic: dict[str, float] = {}
         self.last_line: dict[str, Any] = {}
 
     def recall(self, records: Iterable[JournalRecord], rounds: Iterable[TrainRound] = ()) -> None:
@@ -166,6 +169,8 @@ class MetricsLog:
                 self._groups.setdefault(event.group_id, _Group()).score = event
             case RankerJudged():
                 self._ranker = ranker_numbers(event)
+            case CriticReported(report=StepDone() as step):
+                self._critic = critic_numbers(step)
             case _:
                 pass
         for command in commands:
@@ -234,6 +239,7 @@ class MetricsLog:
             "tokens_in_steps": event.num_tokens,
             **event.metrics,
             **self._ranker,
+            **self._critic,
         }
         # JSON has no NaN and no infinity.
         line = {name: each for name, each in line.items() if not isinstance(each, float) or math.isfinite(each)}
@@ -316,6 +322,8 @@ def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupSco
             **quantiles(tokens),
             "response_tokens_max": max(tokens),
         }
+    if lags := [max(0, batch - version) for score in scores for version in score.value_versions]:
+        line |= {"value_staleness": fmean(lags), "value_staleness_max": max(lags)}
     staleness = [max(0, batch - version) for group in trained for version in group.versions.values()]
     if staleness:
         line |= {
@@ -324,6 +332,19 @@ def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupSco
             "staleness_max": max(staleness),
         }
     return line
+
+
+OF_CRITIC = (
+    *("value_loss", "value_mean", "return_mean", "explained_variance", "value_clip_fraction"),
+    *("grad_norm", "lr", "skipped_nonfinite"),
+)
+"""Of a step of the critic, what is no metric of the policy's."""
+
+
+def critic_numbers(step: StepDone) -> dict[str, float]:
+    """What a batch's line says of the critic's newest step, which may be one of another batch."""
+    said = {f"critic_{name}": step.metrics[name] for name in OF_CRITIC if name in step.metrics}
+    return {"critic_version": step.weights.version, **said}
 
 
 def mean_of_component(name: str, scores: Sequence[GroupScored]) -> float:

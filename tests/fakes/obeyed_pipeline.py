@@ -126,6 +126,8 @@ class ObeyedPipeline:
         self.log: list[tuple[CommandId, Command]] = []
         self.trainer = FakeTrainer()
         self.checkpoints = [(0, CommandId(0, 0))]
+        self.critic = FakeTrainer()
+        self.critic_checkpoints = [(0, CommandId(0, 0))]
         self.finished, self.failed = "", False
         self.claims_at_once = True
         self.dispatched: list[CommandId] = []
@@ -138,6 +140,11 @@ class ObeyedPipeline:
     def saved(self) -> tuple[int, CommandId]:
         """(version, cursor) of the newest checkpoint; the first one is the base model."""
         return self.checkpoints[-1]
+
+    @property
+    def saved_by_all(self) -> tuple[int, CommandId]:
+        """What every reader of the rounds log has saved."""
+        return min(self.saved, self.critic_checkpoints[-1]) if self.settings.critic else self.saved
 
     def tell(self, event: Event) -> list[Command]:
         dies, self.dies_at_next = self.dies_at_next, None
@@ -255,7 +262,7 @@ class ObeyedPipeline:
 
     def _drop(self, command: DropRows) -> None:
         """What was trained may go once a checkpoint contains the batch that it was sent in, whatever its id says."""
-        rounds = [c for _, c in self.log if isinstance(c, TrainRound) and c.batch < self.saved[0]]
+        rounds = [c for _, c in self.log if isinstance(c, TrainRound) and c.batch < self.saved_by_all[0]]
         in_checkpoint = set(groups_of(rounds))
         for group_id in command.group_ids:
             if is_evaluation(group_id) or group_id in in_checkpoint:

@@ -6,6 +6,8 @@ is the test's business.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 from orchestrator.core.dispatch.compute import compute_plan
@@ -17,6 +19,7 @@ from transport.contracts.messages import (
     CheckpointSaved,
     CloseMiniBatch,
     Command,
+    CriticReported,
     FinishTraining,
     GroupScored,
     HeldOutPromptsArrived,
@@ -44,6 +47,8 @@ from transport.contracts.types import (
     WeightIdentity,
     WorkerId,
     WorkerKind,
+    batch_of,
+    is_evaluation,
     parse_row_id,
     row_id,
 )
@@ -232,9 +237,17 @@ class PipelineWorld(ObeyedPipeline):
             )
         )
 
+    def scorable(self) -> list[GroupId]:
+        """Whole groups that a critic, if there is one, may value by now."""
+        if not self.settings.critic:
+            return self.unscored
+        newest = self.critic.version + self.settings.max_staleness
+        return [one for one in self.unscored if is_evaluation(one) or batch_of(one) <= newest]
+
     def score(self, *, signal: bool = True) -> None:
-        """Score the group that has been whole for longest."""
-        group_id = self.unscored.pop(0)
+        """Score the group that has been whole for longest, of those that can be."""
+        group_id = self.scorable()[0]
+        self.unscored.remove(group_id)
         rows = [self.rows.get(row_id(group_id, index)) for index in range(self.sizes[group_id])]
         if None not in rows and group_id not in self.dropped:
             lengths = tuple(row for row in rows if row is not None)
@@ -320,6 +333,60 @@ class PipelineWorld(ObeyedPipeline):
         self.checkpoints.append((weights.version, at))
         self.tell(CheckpointSaved(weights=weights, cursor=at.entry, path="somewhere"))
 
+    # -- what the critic does
+
+    def start_critic(self, *, damaged: bool = False) -> None:
+        """A critic of the next epoch starts from its newest checkpoint; damaged: from the one before it."""
+        if damaged:
+            self.critic_checkpoints.pop()
+        version, cursor = self.critic_checkpoints[-1]
+        self.critic = FakeTrainer(self.critic.epoch + 1, version, cursor)
+        self.report_critic()
+
+    def report_critic(self) -> None:
+        """It says where it is: when it starts, and after a broker came back that may have lost its reports."""
+        self._critic_says(lambda worker_id, weights: TrainerReady(worker_id=worker_id, weights=weights))
+
+    def _critic_says(
+        self, report: Callable[[WorkerId, WeightIdentity], TrainerReady | StepDone | CheckpointSaved]
+    ) -> None:
+        worker_id = WorkerId(f"critic-0.{self.critic.epoch}")
+        weights = WeightIdentity(epoch=self.critic.epoch, version=self.critic.version)
+        self.tell(CriticReported(worker_id=worker_id, report=report(worker_id, weights)))
+
+    def critic_unread(self) -> list[tuple[CommandId, Command]]:
+        return [(at, command) for at, command in self.log if at > self.critic.cursor]
+
+    def train_critic(self, *, silent: bool = False) -> None:
+        """As ``train``, of what the trainer may long have taken."""
+        at, command = self.critic_unread()[0]
+        critic = self.critic
+        if isinstance(command, TrainRound):
+            size = self.settings.group_size
+            rows = [row_id(group_id, sample) for group_id in groups_of([command]) for sample in range(size)]
+            if gone := tuple(row for row in rows if row not in self.rows):
+                self.tell(RowsMissing(row_ids=gone))
+                return
+            for row in rows:
+                entry = (row, command.kind, command.pass_index)
+                ledger = critic.ledger.setdefault(command.batch, set())
+                assert entry not in ledger, f"{row} is trained twice by the critic"
+                ledger.add(entry)
+        critic.cursor = at
+        saves = isinstance(command, FinishTraining)
+        if isinstance(command, CloseMiniBatch) and command.finishes_batch:
+            assert command.batch == critic.version, "batches are trained in order"
+            critic.version += 1
+            saves = command.checkpoint
+            if not silent:
+                done = partial(StepDone, batch=command.batch, num_rows=1, num_tokens=1)
+                self._critic_says(lambda _, weights: done(weights=weights))
+        if saves:
+            if self.critic_checkpoints[-1][0] == critic.version and len(self.critic_checkpoints) > 1:
+                self.critic_checkpoints.pop()  # the same weights again
+            self.critic_checkpoints.append((critic.version, at))
+            self._critic_says(lambda _, weights: CheckpointSaved(weights=weights, cursor=at.entry, path="somewhere"))
+
     # -- a world without further faults
 
     def run_to_end(self, max_turns: int = 300) -> None:
@@ -346,6 +413,8 @@ class PipelineWorld(ObeyedPipeline):
             self.report_trainer()
         else:
             self.start_trainer()
+        if self.settings.critic:
+            self.report_critic() if self.critic.epoch else self.start_critic()
         self.supervise()
         for worker_id in [worker_id for worker_id, worker in self.workers.items() if worker.drained]:
             self.lose_worker(worker_id)
@@ -360,10 +429,12 @@ class PipelineWorld(ObeyedPipeline):
             self.answer_held_out()
         for worker_id in list(self.workers):
             self._work(worker_id)
-        while self.unscored:
+        while self.scorable():
             self.score()
         for _ in range(len(self.unread())):
             self.train()
+        for _ in range(len(self.critic_unread()) if self.settings.critic else 0):
+            self.train_critic()
         self.tell(Tick())
 
     def _work(self, worker_id: WorkerId) -> None:

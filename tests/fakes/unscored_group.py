@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from orchestrator.loop.intake import grpo_tasks
+from orchestrator.loop.intake import scoring_tasks
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, Commit, GroupWrite, RowWrite
 from transport.contracts.messages import Event, RolloutInfo, encode, event_decoder
@@ -50,7 +50,7 @@ def settings_for(
         scoring=ScoringSettings(
             reward=reward, timeout_s=timeout_s, max_deliveries=attempts, lease_s=60.0, jail=jail, offload=offload
         ),
-        algorithm=AlgorithmSettings(kl_coef=kl_coef, teacher=teacher, advantage=advantage),
+        algorithm=AlgorithmSettings(kl_coef=kl_coef, teacher=teacher, advantage=advantage, gamma=0.9, gae_lambda=0.8),
         sampling=SamplingSettings(temperature=0.7),
         trainer=TrainerSettings(dtype="float32"),
         pipeline=PipelineSettings(group_size=3),
@@ -58,9 +58,15 @@ def settings_for(
 
 
 async def admit(
-    broker: Broker, entry: object, *, group: GroupId = GROUP, size: int = 3, reference: bool = False
+    broker: Broker,
+    entry: object,
+    *,
+    group: GroupId = GROUP,
+    size: int = 3,
+    reference: bool = False,
+    critic: bool = False,
 ) -> None:
-    await broker.declare_tasks(grpo_tasks(with_reference=reference))
+    await broker.declare_tasks(scoring_tasks(with_reference=reference, with_critic=critic))
     columns = {
         Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT),
         Column.PROMPT_TEXT: b"say it",

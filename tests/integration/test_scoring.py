@@ -20,7 +20,7 @@ from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from tests.fakes.unscored_group import GROUP, PROMPT, admit, all_events, generate, next_event, settings_for
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Broker
+from transport.broker.base import ZERO_ID, Broker, Commit, RowWrite
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.contracts.messages import GroupScored, RowsMissing, ScoringFailed, TrialRow, TrialRows, encode
@@ -34,7 +34,7 @@ from transport.contracts.types import (
     group_id,
     row_id,
 )
-from transport.rows.columns import RowStore, decode_array, decode_scalar
+from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
 from workers.__main__ import exit_code
 from workers.algorithms.advantage import group_advantages
 from workers.errors import AlgorithmError, ModelError, RewardSetupError
@@ -287,6 +287,50 @@ async def test_a_teacher_of_another_vocabulary_is_refused_by_name(
     settings = settings_for("tests.fakes.rewards:length", kl_coef=0.1, teacher=str(teacher))
     with pytest.raises(ModelError, match=r"algorithm\.teacher = .*foreign.* has another vocabulary than model\.path"):
         await worker_for(broker, settings, model_dir, clock).run()
+
+
+def discounted_errors(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """GAE by its definition: at each token the sum of the errors from there on."""
+    after = [*values[1:], 0.0]
+    errors = [reward + gamma * then - now for reward, then, now in zip(rewards, after, values, strict=True)]
+    return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+
+
+async def test_tokens_have_advantages_of_the_critics_values(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+) -> None:
+    """Also where all rewards agree, and none at tokens that the policy did not choose."""
+    worker = worker_for(broker, settings_for("tests.fakes.rewards:as_told", advantage="gae"), model_dir, clock)
+    await admit(broker, {"do": ""}, critic=True)
+    ids = tokenize("abcdef")
+    await generate(broker, ids, ids, ids)
+    values = [[0.1 * (token + sample) for token in range(len(ids))] for sample in range(3)]
+    async with running(worker):
+        for sample, of_sample in enumerate(values):
+            columns = {
+                Column.VALUES: encode_array(Column.VALUES, of_sample),
+                Column.VALUE_WEIGHTS: encode_array(Column.VALUE_WEIGHTS, [4, 7 + sample]),
+            }
+            if sample == 2:
+                columns[Column.LOSS_MASK] = encode_array(Column.LOSS_MASK, np.array([1, 1, 0, 0, 1, 0], np.uint8))
+            await RowStore(broker).commit(Commit(rows=[RowWrite(row_id=row_id(GROUP, sample), columns=columns)]))
+        _, event = await next_event(broker)
+    assert isinstance(event, GroupScored)
+    assert event.signal
+    assert event.value_versions == (7, 8, 9)
+    wanted = (Column.REWARD, Column.ADVANTAGE, Column.TOKEN_ADVANTAGES, Column.RETURNS)
+    for sample, row in enumerate(await broker.read_rows([row_id(GROUP, sample) for sample in range(3)], wanted)):
+        chosen = [0, 1, 4] if sample == 2 else [*range(len(ids))]
+        valued = [values[sample][token] for token in chosen]
+        rewards = [0.0] * (len(chosen) - 1) + [decode_scalar(Column.REWARD, row[Column.REWARD])]
+        expected = np.zeros(len(ids))
+        expected[chosen] = discounted_errors(rewards, valued, 0.9, 0.8)
+        found = decode_array(Column.TOKEN_ADVANTAGES, row[Column.TOKEN_ADVANTAGES])
+        assert found == pytest.approx(expected, abs=1e-6)
+        returns = decode_array(Column.RETURNS, row[Column.RETURNS])
+        assert returns[chosen] == pytest.approx(expected[chosen] + valued, abs=1e-6)
+        mean = expected[chosen].mean()
+        assert decode_scalar(Column.ADVANTAGE, row[Column.ADVANTAGE]) == pytest.approx(mean, abs=1e-6)
 
 
 async def test_a_dropped_group_is_acknowledged_and_forgotten(

@@ -70,6 +70,7 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         plan_wait_s=st.sampled_from([0.0, 5.0]),
         migrate_running=st.booleans(),
         scaling=st.none() | SCALING,
+        critic=st.booleans(),
     ).filter(lambda core: core.rollout_batches <= core.max_staleness + 1)
 
 
@@ -93,6 +94,8 @@ class PipelineMachine(FleetRules):
         self.world = PipelineWorld(core, prompts)
         self.world.claims_at_once = claims_at_once
         self.world.start_trainer()
+        if core.critic:
+            self.world.start_critic()
         self.world.join()
 
     @precondition(lambda self: self.world.requests)
@@ -114,7 +117,7 @@ class PipelineMachine(FleetRules):
         else:
             self.world.answer_plan()
 
-    @precondition(lambda self: self.world.unscored)
+    @precondition(lambda self: self.world.scorable())
     @rule(signal=st.booleans())
     def score(self, signal):
         self.world.score(signal=signal)
@@ -140,6 +143,19 @@ class PipelineMachine(FleetRules):
     def train(self, silent, count):
         for _ in range(min(count, len(self.world.unread()))):
             self.world.train(silent=silent)
+
+    @precondition(lambda self: self.world.settings.critic)
+    @rule(damaged=st.booleans())
+    def critic_starts(self, damaged):
+        checkpoints = self.world.critic_checkpoints
+        kept = len(checkpoints) > 1 and checkpoints[-2][0] >= self.world.state.pipeline.retention.freed.version
+        self.world.start_critic(damaged=damaged and kept)
+
+    @precondition(lambda self: self.world.settings.critic and self.world.critic_unread())
+    @rule(silent=st.booleans(), count=st.integers(1, 4))
+    def train_critic(self, silent, count):
+        for _ in range(min(count, len(self.world.critic_unread()))):
+            self.world.train_critic(silent=silent)
 
     @precondition(lambda self: self.world.rows)
     @rule(data=st.data())
@@ -174,7 +190,7 @@ class PipelineMachine(FleetRules):
             return
         ids = [command_id for command_id, _ in self.world.state.outstanding()]
         assert ids == sorted(set(ids))
-        unsaved = [at for at, _ in self.world.log if at > self.world.saved[1]]
+        unsaved = [at for at, _ in self.world.log if at > self.world.saved_by_all[1]]
         assert set(unsaved) <= set(ids)
 
     def teardown(self):
@@ -184,9 +200,12 @@ class PipelineMachine(FleetRules):
         world.dies_at_next = None
         world.tell(BrokerUsage(retained_bytes=0))
         world.tell(ResumeRequested())
+        was_over = bool(world.finished)  # who starts again behind the end may do so from an older checkpoint
         world.run_to_end(max_turns=250)
         view = world.state.view()
         assert world.trainer.version == view.trained_version
+        if world.settings.critic and not was_over:
+            assert world.critic.version == view.trained_version
         if not view.stop_reason:
             assert set(world.outcomes) == world.admitted, "a slot did not end"
 

@@ -8,6 +8,7 @@ from orchestrator.cli.audit import (
     CheckpointRecord,
     RoundsLog,
     audit,
+    check_critic,
     check_metrics,
     check_steps,
     closed_batches,
@@ -53,6 +54,22 @@ def test_a_clean_run_has_no_problems_and_counts_its_rows():
 
 def test_a_trimmed_log_is_completed_from_the_journal():
     assert problems(history(), history()[4:], ledger(2)) == ""
+
+
+def test_the_critics_ledger_is_compared_too():
+    assert check_critic(history(), ledger(3), passes=1, finished=3) == []
+    assert check_critic(history(), ledger(1), passes=1, finished=None) == [], "it may be behind"
+    (behind,) = check_critic(history(), ledger(2), passes=1, finished=3)
+    assert "contains 2 batches, and the run is finished with 3" in behind
+    (none,) = check_critic(history(), None, passes=1, finished=3)
+    assert "there is no checkpoint" in none
+    assert check_critic(history(), None, passes=1, finished=None) == []
+    rows = {**ledger(3).rows, (1, 0): [*ledger(3).rows[1, 0][1:], RowId("1/9/0")]}
+    lost, extra = check_critic(history(), replace(ledger(3), rows=rows), passes=1, finished=3)
+    assert lost == "the critic: batch 1, pass 0: sent and not trained: 1/0/0"
+    assert extra == "the critic: batch 1, pass 0: trained and never sent: 1/9/0"
+    (changed,) = check_critic(history(), replace(ledger(3), changed=["model.safetensors"]), passes=1, finished=3)
+    assert "model.safetensors is not the one" in changed
 
 
 def test_a_row_sent_twice_is_found():

@@ -185,7 +185,7 @@ def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
 
 
 def test_every_preset_resolves():
-    assert preset_names() == ["code", "gsm8k", "service", "sft", "smollm2", "smollm2-hard", "tiny"]
+    assert preset_names() == ["code", "gsm8k", "ppo", "service", "sft", "smollm2", "smollm2-hard", "tiny"]
     for name in preset_names():
         data = ["data.path=rows.jsonl"] if name == "gsm8k" else []
         assert resolve(name, [], data, {}).settings.run.name == name
@@ -209,6 +209,17 @@ def test_an_algorithm_sets_what_the_user_does_not(tmp_path: Path):
         assert resolve(preset, [], [], {}, stored=stored).settings == chosen.settings
     other = resolve("smollm2", [], ["algorithm.name=cispo"], {}, stored=stored).settings.algorithm
     assert (other.loss, other.clip_high) == ("cispo", 4.0)
+
+
+def test_a_critic_comes_with_its_advantages_and_nothing_of_it_without():
+    chosen = with_set("algorithm.name=ppo", "critic.lr=3e-5", "pipeline.group_size=1", preset="tiny").settings
+    assert chosen.has_critic
+    assert not with_set(preset="tiny").settings.has_critic
+    assert "need algorithm.advantage" in error_of("critic.value_clip=0.5")
+    assert "pipeline.drop_no_signal = true must be false" in error_of(
+        "algorithm.name=ppo", "pipeline.drop_no_signal=true"
+    )
+    assert "algorithm.gae_lambda must be a number in [0, 1]" in error_of("algorithm.gae_lambda=1.5")
 
 
 def test_every_algorithm_resolves():
@@ -340,6 +351,7 @@ def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
         ("trainer.betas=[0.9, nan]", "each a number in [0, 1), not [0.9, nan]"),
         ("pipeline.max_staleness=-1", "must be a whole number in [0, 16], not -1"),
         ("pipeline.group_size=0", "must be a whole number >= 1, not 0"),
+        ("pipeline.group_size=1", "must be 2 or more"),
         ("algorithm.kl_coef=-0.1", "must be a number >= 0, not -0.1"),
         ("generation.slots=0", "must be a whole number >= 1, not 0"),
         ("generation.threads=0", "must be a whole number >= 1, not 0"),

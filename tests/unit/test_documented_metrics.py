@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.observability.metrics import GROUPS, PREFIXES, MetricsLog, grouped, ranker_numbers
+import msgspec
+
+from orchestrator.observability.metrics import GROUPS, OF_CRITIC, PREFIXES, MetricsLog, grouped, ranker_numbers
 from orchestrator.observability.report.bubbles import Cause
 from tests.unit.test_metrics import ended, outcome, scored, step, training
-from transport.contracts.messages import RankerJudged
+from transport.contracts.messages import CriticReported, RankerJudged
+from transport.contracts.types import WorkerId
 from workers.algorithms.loss import LossMetrics
+from workers.algorithms.value_loss import ValueMetrics
 from workers.trainer.worker import BatchTally
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +36,12 @@ def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: 
     for score, end in groups:
         log.observe(score, [end], 0.5)
     log.observe(ended("0/0/0"), [], 1.0)
-    log.observe(scored("0/0", (1.0, 0.0)), [training(0, "0/0")], 1.5)
+    valued = msgspec.structs.replace(scored("0/0", (1.0, 0.0)), value_versions=(0, 0))
+    log.observe(valued, [training(0, "0/0")], 1.5)
+    found = ValueMetrics(tokens=2.0, returns=1.0, return_squares=1.0).means()
+    of_critic = msgspec.structs.replace(step(0), metrics=found | dict.fromkeys(OF_CRITIC, 0.0))
+    log.observe(CriticReported(worker_id=WorkerId("critic-0.1"), report=of_critic), [], 1.6)
+    assert found.keys() < {*OF_CRITIC}
     log.observe(step(0), [], 2.0)
     of_step = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped_nonfinite": 0.0}
     tally = BatchTally(started_s=0.0, steps=[of_step | LossMetrics(tokens=1.0, loss_tokens=1.0).means()])

@@ -121,6 +121,13 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "workers/trainer",
         "workers/trainer/policy",  # the reference model is computed as the trainer computes its own
     ),
+    "workers/critic": (
+        *WORKER,
+        "workers/algorithms",
+        "workers/scoring",  # values are a scoring task
+        "workers/trainer",
+        "workers/trainer/policy",
+    ),
     "workers/storage": WORKER,
     "workers/client": WORKER,
     "workers/commands": (
@@ -128,6 +135,7 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "workers/algorithms",
         "workers/user_functions",
         "workers/generation/*",
+        "workers/critic",
         "workers/scoring",
         "workers/storage",
         "workers/trainer/*",

@@ -41,6 +41,12 @@ def test_functions_of_an_algorithm_are_named_to_the_workers_that_run_them():
     ]
 
 
+def test_a_critic_is_one_more():
+    settings = msgspec.structs.replace(SETTINGS, algorithm=AlgorithmSettings(advantage="gae"))
+    kinds = ("generate", "score", "train", "critic")
+    assert join_commands(settings) == [f"{WORKER} {kind} {WHERE}" for kind in kinds]
+
+
 def test_a_service_has_a_publisher_and_neither_scoring_nor_training():
     settings = msgspec.structs.replace(SETTINGS, trainer=TrainerSettings(engine="none"))
     assert join_commands(settings) == [f"{WORKER} publish {WHERE}", f"{WORKER} generate {WHERE}"]

@@ -11,11 +11,12 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.contracts.messages import WorkerLost, encode, event_decoder
+from transport.contracts.settings import Settings
 from transport.contracts.types import RunName, WorkerId
 from transport.contracts.user_files import ModelIdentity, identify_model
 from transport.errors import FatalError
-from workers.commands.build import check_model
-from workers.errors import ModelMismatchError
+from workers.commands.build import check_model, with_critic_model
+from workers.errors import ModelError, ModelMismatchError
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 3, "transformers_version": "5.0", "dtype": "float32"}
 TOKENIZER = {
@@ -77,3 +78,28 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_the_run_hears_of
     assert isinstance(event, WorkerLost)
     assert event.worker_id == worker
     assert "refused" in event.reason
+
+
+async def test_a_critic_may_be_another_model_but_not_of_another_tokenizer(tmp_path: Path):
+    broker = MemoryBroker(MemoryServer(), RunName("run"))
+    await broker.put_meta(keys.MODEL, encode(identify_model(directory(tmp_path / "a"))))
+    larger = directory(tmp_path / "larger", {**CONFIG, "hidden_size": 4096})
+    await check_model(broker, WorkerId("critic-0.1"), larger, tokenizer_alone=True)
+    swapped = {**TOKENIZER, "model": {"type": "BPE", "vocab": {"a": 1, "b": 0}}}
+    other = directory(tmp_path / "other", tokenizer=swapped)
+    with pytest.raises(ModelMismatchError, match=r"the tokenizer of .*other differs .* critic\.model"):
+        await check_model(broker, WorkerId("critic-0.1"), other, tokenizer_alone=True)
+    (entry,) = await broker.read(keys.EVENTS, "0-0", count=9)
+    lost = event_decoder.decode(entry.entry.payload)
+    assert isinstance(lost, WorkerLost)
+    assert "critic.model" in lost.reason
+
+
+async def test_a_run_without_a_critic_refuses_one(tmp_path: Path):
+    async def make(*_: Any) -> Any:
+        raise AssertionError("it was made")
+
+    build = with_critic_model(directory(tmp_path / "a"), False, make)
+    broker = MemoryBroker(MemoryServer(), RunName("run"))
+    with pytest.raises(ModelError, match="has no critic"):
+        await build(broker, Settings(), WorkerId("critic-0.1"))

@@ -58,6 +58,23 @@ def test_a_reference_model_gets_an_idle_gpu_before_it_shares():
     assert shared.shares == {0: 0.45, 1: 1.0}
 
 
+def test_a_critic_gets_an_idle_gpu_of_its_own_or_the_one_that_it_is_given():
+    needs = Needs(ranks=1, workers=1, references=1, critics=1)
+    placed = place(range(4), needs)
+    assert (placed.references, placed.critic, placed.idle) == ((2,), (3,), ())
+    assert placed.gpus(WorkerKind.CRITIC, 0) == (3,)
+    assert placed.share(placed.critic) == 1.0
+    shared = place(range(3), needs)
+    assert (shared.references, shared.critic) == ((2,), (0,))
+    assert shared.shares == {0: 0.45, 1: 1.0, 2: 1.0}
+    assert place(range(8), Needs(ranks=1, workers=1, critics=1, critic=[5, 6])).critic == (5,)
+    assert place(range(4), Needs(ranks=1, workers=1)).gpus(WorkerKind.CRITIC, 0) == ()
+
+
+def test_numbers_that_are_left_open_leave_a_gpu_for_the_critic():
+    assert fill(range(8), Bounds(), Bounds(), critics=1) == (4, 3)
+
+
 def test_what_the_user_names_is_used_and_nothing_else():
     placed = place(range(8), Needs(ranks=1, workers=2, trainer=[7], generation=[1, 2]))
     assert (placed.trainer, placed.generation, placed.idle) == ((7,), ((1,), (2,)), (0, 3, 4, 5, 6))
@@ -75,7 +92,9 @@ def test_gpus_that_others_hold_are_left_alone():
 def test_every_process_has_its_gpus_and_no_memory_is_promised_twice(ranks: int, each: int):
     for num_gpus in range(1, 17):
         for workers in (0, 1, 3, 16):
-            needs = Needs(ranks=ranks, workers=workers, gpus_per_worker=each, references=int(ranks > 0))
+            needs = Needs(
+                ranks=ranks, workers=workers, gpus_per_worker=each, references=int(ranks > 0), critics=int(ranks > 1)
+            )
             if ranks > num_gpus or (workers and each > num_gpus):
                 with pytest.raises(PlacementError, match=r"set (trainer.ranks|generation.gpus_per_worker)="):
                     place(range(num_gpus), needs)
@@ -90,6 +109,7 @@ def _check(num_gpus: int, needs: Needs) -> None:
     serving = [placed.gpus(WorkerKind.GENERATE, index) for index in range(needs.workers)]
     assert all(len(set(gpus)) == needs.gpus_per_worker for gpus in serving)
     everyone = [*ranked, *serving, *([placed.references] if needs.references else [])]
+    everyone += [placed.critic] if needs.critics else []
     for gpu in range(num_gpus):
         shares = [placed.share(gpus) for gpus in everyone if gpu in gpus]
         assert sum(shares) <= 1.0
@@ -97,7 +117,7 @@ def _check(num_gpus: int, needs: Needs) -> None:
     if len({gpu for gpus in everyone for gpu in gpus}) == sum(map(len, everyone)):
         assert {placed.share(gpus) for gpus in everyone} <= {1.0}
     else:
-        asked = needs.ranks + needs.workers * needs.gpus_per_worker + needs.references
+        asked = needs.ranks + needs.workers * needs.gpus_per_worker + needs.references + needs.critics
         assert asked > num_gpus, "there was room for all"
 
 

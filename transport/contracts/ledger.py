@@ -101,6 +101,13 @@ def checkpoints_place(settings: Settings, run_dir: Path) -> Place:
     return place_of(settings.trainer.checkpoint_dir) / settings.run.name
 
 
+def critic_checkpoints_place(settings: Settings, run_dir: Path) -> Place:
+    """Likewise the critic. No run has a name with a tilde."""
+    if not settings.trainer.checkpoint_dir:
+        return run_dir / "critic" / "checkpoints"
+    return place_of(settings.trainer.checkpoint_dir) / f"{settings.run.name}~critic"
+
+
 def checkpoint_dirs(checkpoints: Place) -> list[Place]:
     """The directory of every checkpoint in place, newest first; empty where there is none.
 

@@ -159,6 +159,7 @@ class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
     response_tokens: tuple[Count, ...]
     signal: bool  # rewards differ, so the group carries a gradient
     components: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # mean of each named one of a reward
+    value_versions: tuple[Count, ...] = ()  # of the critic that valued each sample; without one ()
 
 
 class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):
@@ -207,6 +208,13 @@ class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
     cursor: EntryId = "0-0"  # it reads the rounds log from here on
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1  # ranks that each want a part of every round
     damaged: tuple[str, ...] = ()  # newer checkpoints that it could not use, and what is wrong with each, for people
+
+
+class CriticReported(Struct, frozen=True, kw_only=True, tag=True):
+    """What the critic, the second reader of the rounds log, says of itself; nothing of it is published."""
+
+    worker_id: WireWorkerId
+    report: TrainerReady | StepDone | CheckpointSaved
 
 
 def damage_of(damaged: Sequence[str]) -> str:
@@ -338,7 +346,7 @@ class Tick(Struct, frozen=True, kw_only=True, tag=True):
 
 _OfGeneration: TypeAlias = WorkerReported | RolloutFinished | RolloutFailed | WeightsLoaded | WeightsFailed
 _OfScoring: TypeAlias = GroupScored | ScoringFailed
-_OfTrainer: TypeAlias = RoundDone | StepDone | CheckpointSaved | TrainerReady | RowsMissing
+_OfTrainer: TypeAlias = RoundDone | StepDone | CheckpointSaved | TrainerReady | CriticReported | RowsMissing
 _OfPublisher: TypeAlias = WeightsPublished | UpdateFailed
 _OfProcesses: TypeAlias = WorkerLost | WorkerStarted | RunResumed
 _OfUsers: TypeAlias = StopRequested | PauseRequested | ResumeRequested | CheckpointRequested | SettingChanged

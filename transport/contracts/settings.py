@@ -43,8 +43,8 @@ ModelPath = Annotated[
 AdvantageName = Annotated[
     str,
     Meta(
-        pattern=r"^(group_std|mean_only|rloo|batch_std|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
-        description='"group_std", "mean_only", "rloo", "batch_std", or module:function of yours',
+        pattern=r"^(group_std|mean_only|rloo|batch_std|gae|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
+        description='"group_std", "mean_only", "rloo", "batch_std", "gae", or module:function of yours',
     ),
 ]
 LossName = Annotated[
@@ -215,7 +215,7 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "sft", "rft", "distill"]
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo", "sft", "rft", "distill"]
 
 
 class AlgorithmSettings(Section, frozen=True, kw_only=True):
@@ -223,8 +223,10 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
 
     name: Algorithm = "grpo"  # what the others are where they are not set: see docs/algorithms.md
     advantage: AdvantageName = (
-        "group_std"  # reward - mean of its group, divided by its deviation; - mean of the others; by the batch's
+        "group_std"  # reward - mean of its group, by its deviation; - mean of the others; by the batch's; of a critic
     )
+    gamma: ShareOrNone = 1.0  # gae: factor by which what is one token later counts less
+    gae_lambda: ShareOrNone = 0.95  # gae: share of what came later that is believed rather than the critic
     loss: LossName = "ppo_clip"  # ratio clipped: of tokens, or of rows
     clip_low: Share = 0.2  # the ratio new / old probability counts down to 1 - clip_low
     clip_high: Positive = 0.2  # the ratio counts up to 1 + clip_high; DAPO: 0.28
@@ -249,6 +251,16 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
     def selects_by_reward(self) -> bool:
         """Whether a response is imitated only for its reward."""
         return self.ce_coef > 0 and self.ce_above > -MAX_NUMBER
+
+
+class CriticSettings(Section, frozen=True, kw_only=True):
+    """The critic of algorithm.advantage = "gae", see docs/ppo.md. What is not here is as trainer says."""
+
+    model: str = ""  # what it begins as, like model.path and of the same tokenizer; empty: model.path
+    lr: Share = 1e-5  # the highest learning rate of its AdamW, as trainer.lr is of the policy's
+    value_clip: NotNegative = 0.2  # a value counts no further from the one before the steps than so much reward; 0: off
+    device: Device = "auto"  # auto: cuda when there is one, else cpu
+    gpus: GpuNumbers = "auto"  # of `run`, the first of them; auto: one that is idle, else the first rank's
 
 
 class ParallelSettings(Section, frozen=True, kw_only=True):
@@ -326,7 +338,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     """What overlaps with what."""
 
     groups_per_batch: AtLeast1 = 8  # prompt groups of a batch; a batch trained is one version of the weights
-    group_size: AtLeast1 = 8  # samples of a prompt; advantages are relative to them, so 1 only where none is trained
+    group_size: AtLeast1 = 8  # samples of a prompt; advantages are relative to them, so 1 needs a critic or rl_coef 0
     max_staleness: Annotated[int, Meta(ge=0, le=16)] = 1  # versions a sample may lag: 0 synchronous, 1 asynchronous
     update: UpdateMode = UpdateMode.IN_FLIGHT  # workers take weights when all, or each, are idle, or between two steps
     release: Literal["stream", "mini_batch", "batch"] = "stream"  # what the trainer waits for, see docs/modes.md
@@ -516,6 +528,12 @@ class Settings(Section, frozen=True, kw_only=True):
     api: ApiSettings = ApiSettings()
     service: ServiceSettings = ServiceSettings()
     eval: EvalSettings = EvalSettings()
+    critic: CriticSettings = CriticSettings()
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic values every sample, and is trained beside the policy."""
+        return self.algorithm.advantage == "gae" and self.trainer.engine != "none"
 
 
 def data_parts(data: DataSettings) -> dict[str, DataSettings]:

@@ -87,6 +87,7 @@ class WorkerKind(StrEnum):
     GENERATE = "generate"
     SCORE = "score"
     TRAIN = "train"
+    CRITIC = "critic"
     PUBLISH = "publish"
     STORE = "store"
 
@@ -174,6 +175,11 @@ class Column(StrEnum):
     REWARD_COMPONENTS = "reward_components"  # JSON: name -> number
     REFERENCE_LOGPROBS = "reference_logprobs"  # float32 [R]
     ADVANTAGE = "advantage"  # float32 [1]
+    # likewise, with a critic (docs/ppo.md); 0 at tokens that the policy did not choose
+    VALUES = "values"  # float32 [R], return that the critic expected before each token
+    VALUE_WEIGHTS = "value_weights"  # int32 [2], epoch and version of the critic's weights then
+    TOKEN_ADVANTAGES = "token_advantages"  # float32 [R], in place of ADVANTAGE, which is their mean
+    RETURNS = "returns"  # float32 [R], what the critic is trained towards
 
 
 GROUP_COLUMNS = frozenset({Column.PROMPT_IDS, Column.PROMPT_TEXT, Column.TASK_ENTRY})

@@ -26,6 +26,11 @@ POINTS = frozenset(
         "train.checkpoint_placed",  # a checkpoint is in place, the former one of its version too
         "train.model_removed",  # the former final model made room, the new one is not in place
         "train.checkpoint_saved",  # a checkpoint is in place, which is not reported
+        "critic.valued",  # values are computed, not written
+        "critic.round_accumulated",  # these as of the trainer
+        "critic.stepped",
+        "critic.published",
+        "critic.checkpoint_saved",
         "orchestrator.applied",  # events were applied, not written down
         "orchestrator.journaled",  # events are written down, their commands not carried out
         "orchestrator.executed",  # commands were carried out

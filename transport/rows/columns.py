@@ -40,10 +40,17 @@ COLUMN_DTYPES: Mapping[Column, np.dtype[Any]] = {
     Column.LOSS_MASK: np.dtype("u1"),
     Column.REWARD: np.dtype("<f4"),
     Column.ADVANTAGE: np.dtype("<f4"),
+    Column.VALUES: np.dtype("<f4"),
+    Column.VALUE_WEIGHTS: np.dtype("<i4"),
+    Column.TOKEN_ADVANTAGES: np.dtype("<f4"),
+    Column.RETURNS: np.dtype("<f4"),
 }
 """The columns that are arrays (all of one dimension)."""
 SCALARS = frozenset({Column.REWARD, Column.ADVANTAGE})  # arrays of exactly one element
-PER_TOKEN = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.REFERENCE_LOGPROBS, Column.LOSS_MASK)
+PER_TOKEN = (
+    *(Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.REFERENCE_LOGPROBS, Column.LOSS_MASK),
+    *(Column.VALUES, Column.TOKEN_ADVANTAGES, Column.RETURNS),
+)
 """Arrays of one length within a row."""
 MAX_COLUMN_BYTES = 64 * 1024 * 1024  # of one value: 16 million tokens. More is a mistake, not a response
 Value: TypeAlias = "NDArray[Any] | str"

@@ -37,7 +37,12 @@ from transport.rows.units import Full, UnitClient
 from transport.tensors.shm import SHARED_MEMORY
 
 ALIGNMENT = 8  # of every value in a segment, so that arrays are read in place
-UNIT_COLUMNS = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REFERENCE_LOGPROBS})
+UNIT_COLUMNS = frozenset(
+    {
+        *(Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REFERENCE_LOGPROBS),
+        *(Column.VALUES, Column.TOKEN_ADVANTAGES, Column.RETURNS),
+    }
+)
 """Columns that grow with the response. The run's others are a few bytes and stay in the broker."""
 RANGES_PER_REQUEST = 1024  # its header names every one: some 60 bytes each, of the 1 MiB that a header may have
 SHARED_BYTES = 64 * 1024  # for less, a file costs more than sending it

@@ -89,9 +89,9 @@ class Objective:
         """Whether a term looks at all tokens of a row."""
         return self.loss in BY_ROW if self.own_loss is None else self.own_loss.additive == "responses"
 
-    def trains(self, advantage: float, reward: float | None) -> bool:
+    def trains(self, has_advantage: bool, reward: float | None) -> bool:
         """Whether a row moves the weights at all. reward: None where it is not known, which no bound lets pass."""
-        policy = self.rl_coef > 0 and (advantage != 0.0 or self.own_loss is not None)
+        policy = self.rl_coef > 0 and (has_advantage or self.own_loss is not None)
         imitated = self.ce_coef > 0 and (self.ce_above == -math.inf or (reward is not None and reward > self.ce_above))
         return policy or imitated or self.kl_coef > 0
 
@@ -112,9 +112,10 @@ class TokenBatch:
     rollout_logprobs_N: recorded by the engine that sampled the token.
     old_logprobs_N: of the trainer's own weights before the first step of the batch; None with old_logprobs="rollout".
     reference_logprobs_N: of the reference model; None without KL.
-    advantages_N: its row's advantage.  weights_N: from ``token_weight``.
+    advantages_N: its own, or its row's advantage.  weights_N: from ``token_weight``.
     rewards_N: its row's reward; None: no row is imitated for its reward.
     row_N: number of its row, int64, ascending; None where only sums over tokens are computed.
+    values_N, returns_N: what the critic expected, and should have; None but for the critic.
     """
 
     rollout_logprobs_N: Tensor
@@ -124,6 +125,8 @@ class TokenBatch:
     reference_logprobs_N: Tensor | None = None
     rewards_N: Tensor | None = None
     row_N: Tensor | None = None
+    values_N: Tensor | None = None
+    returns_N: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Tokens [start, stop): a term that is a sum over tokens sums over the parts to that over the whole."""

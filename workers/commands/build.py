@@ -18,7 +18,7 @@ import msgspec
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.events import event_entry
-from transport.contracts.ledger import checkpoints_place
+from transport.contracts.ledger import checkpoints_place, critic_checkpoints_place
 from transport.contracts.messages import MessageDecoder, WorkerLost
 from transport.contracts.settings import LoraSettings, RowSettings, Settings, TensorSettings
 from transport.contracts.types import WorkerId
@@ -66,17 +66,47 @@ def with_model(model_dir: Path | None, trust_remote_code: bool, make: Make) -> W
     return build
 
 
-async def check_model(broker: Broker, worker_id: WorkerId, directory: Path) -> None:
-    """Raises ModelMismatchError, and tells the run so, where this worker's model is not the one of the run."""
+def with_critic_model(model_dir: Path | None, trust_remote_code: bool, make: Make) -> WorkerFactory:
+    """Likewise of what a critic begins as: it may be another model, but of the run's tokenizer."""
+
+    async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
+        from workers.models import model_cache, prepare_model
+
+        if not settings.has_critic:
+            problem = 'has no critic: it needs algorithm.advantage = "gae", and a trainer'
+            raise ModelError(f"run {settings.run.name!r} {problem}")
+        directory = model_dir or await asyncio.to_thread(
+            prepare_model,
+            settings.critic.model or settings.model.path,
+            cache_dir=model_cache(os.environ),
+            trust_remote_code=trust_remote_code,
+        )
+        await check_model(broker, worker_id, directory, tokenizer_alone=True)
+        return await make(broker, settings, worker_id, directory)
+
+    return build
+
+
+async def check_model(broker: Broker, worker_id: WorkerId, directory: Path, *, tokenizer_alone: bool = False) -> None:
+    """Raises ModelMismatchError, and tells the run so, where this worker's model is not the one of the run.
+
+    tokenizer_alone: a model of another shape will do.
+    """
     raw = await broker.get_meta(keys.MODEL)
     if raw is None:
         return  # the run has no orchestrator of this version
     wanted = MessageDecoder(ModelIdentity).decode(raw)
     own = await asyncio.to_thread(identify_model, directory)
+    if tokenizer_alone:
+        own = msgspec.structs.replace(own, config="")
     if differing := own.differs_in(wanted):
         problem = (
             f"{worker_id} is refused: the {differing} of {directory} differs from the model of run {broker.run!r}: "
-            "give --model-dir the same model, or leave it out to prepare the run's model.path"
+            + (
+                "it could not read the policy's tokens: give critic.model (or --model-dir) one of the same tokenizer"
+                if tokenizer_alone
+                else "give --model-dir the same model, or leave it out to prepare the run's model.path"
+            )
         )
         lost = WorkerLost(worker_id=worker_id, reason=problem)
         await broker.append(keys.EVENTS, event_entry(lost, worker=worker_id))
@@ -322,6 +352,35 @@ async def trainer_worker(
         )
     rows, clock = open_rows(broker, settings, secret=secret), MonotonicClock()
     return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, clock, rows=rows, rank=rank)
+
+
+async def critic_worker(
+    broker: Broker,
+    settings: Settings,
+    worker_id: WorkerId,
+    model_dir: Path,
+    *,
+    run_dir: Path,
+    trust_remote_code: bool,
+    secret: bytes,
+) -> Worker:
+    """The critic of a run that has one. The arguments as for the trainer."""
+    from workers.critic.worker import CriticWorker, EmulatedCritic
+
+    def make_directory() -> None:
+        with writing(run_dir):
+            run_directory(run_dir)
+        prepare(critic_checkpoints_place(settings, run_dir))
+
+    await asyncio.to_thread(make_directory)
+    if settings.trainer.engine == "emulated":
+        learner = EmulatedCritic(settings.emulated, time.sleep)
+    else:
+        from workers.critic.learner import CriticLearner
+
+        learner = CriticLearner(settings, model_dir, trust_remote_code=trust_remote_code)
+    rows = open_rows(broker, settings, secret=secret)
+    return CriticWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rows=rows)
 
 
 async def publishing_worker(

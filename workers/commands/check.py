@@ -29,6 +29,8 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
     _check_engine(generation)
     if trainer.engine == "torch" and trainer.device.startswith("cuda"):  # "auto" and "cpu" need no look: no torch
         choose_device(trainer.device, "trainer.device")
+    if settings.has_critic and trainer.engine == "torch" and settings.critic.device.startswith("cuda"):
+        choose_device(settings.critic.device, "critic.device")
     if generation.engine == "embedded" and generation.device.startswith("cuda"):
         choose_device(generation.device, "generation.device")
     _try_functions(settings.algorithm, settings)

@@ -1,8 +1,8 @@
 """The scoring tasks: "reward" and "reference" of one sample, and "advantages" of a group that has all its rewards.
 
 Owns: detokenisation, the columns that each task writes, the group's step from rewards to GroupScored. Never: the reward
-itself (reward_pool.py), the arithmetic of advantages (workers/algorithms/advantage.py), torch. Invariant: GroupScored
-is appended with the insert of the group's advantages, hence exactly once.
+itself (reward_pool.py), the arithmetic of advantages (workers/algorithms), torch without a critic. Invariant:
+GroupScored is appended with the insert of the group's advantages, hence exactly once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +30,8 @@ from workers.models import Detokenize
 from workers.scoring.code import CodePool
 from workers.scoring.reward_pool import RewardPool
 from workers.trainer.learner import PromptGroup, TrainingSample
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,9 @@ class RewardTask:
 
 
 class AdvantageTask:
-    """estimate: advantages of a group's rewards.  max_group_size: samples that a group can have.  max_tokens: that a
-    response can have.
+    """estimate: advantages of a group's rewards; None: those of tokens follow from a critic's values.
+
+    max_group_size: samples that a group can have.  max_tokens: that a response can have.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class AdvantageTask:
         rows: RowStore,
         worker_id: WorkerId,
         algorithm: AlgorithmSettings,
-        estimate: Callable[[NDArray[np.float32]], NDArray[np.float32]],
+        estimate: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None,
         *,
         max_group_size: int,
         max_tokens: int,
@@ -102,11 +107,13 @@ class AdvantageTask:
         self._estimate = estimate
         self._max_group_size = max_group_size
         self._max_tokens = max_tokens
+        of_critic = (Column.VALUES, Column.VALUE_WEIGHTS, Column.LOSS_MASK) if algorithm.advantage == "gae" else ()
+        self._columns = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO, *of_critic)
 
     async def __call__(self, unit: Unit) -> Commit:
         """Advantages of one whole group. Raises MessageError for rows whose columns do not decode; RewardError."""
         ids = [row_id(unit.group_id, sample) for sample in range(self._max_group_size)]
-        read = await self._rows.read_rows(ids, (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO))
+        read = await self._rows.read_rows(ids, self._columns)
         rows = {row: columns for row, columns in zip(ids, read, strict=True) if Column.REWARD in columns}
         if not rows:
             return Commit()  # the group was dropped
@@ -118,24 +125,69 @@ class AdvantageTask:
             share=self._algorithm.overlong_share,
             penalty=self._algorithm.overlong_penalty,
         )
-        advantages = self._estimate(shaped)
+        found = self._advantages(shaped, [*rows.values()])
         scored = GroupScored(
             group_id=unit.group_id,
             rewards=tuple(rewards),
             response_tokens=tuple(info.response_tokens for info in infos),
-            signal=has_signal(shaped) if ":" not in self._algorithm.advantage else bool(advantages.any()),
+            signal=self._has_signal(shaped, found),
             components=_mean_components([*rows.values()]),
+            value_versions=_value_versions([*rows.values()]),
         )
         append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=f"{fmean(rewards):.4f}")
         writes = [
             RowWrite(
                 row_id=row,
-                columns={Column.ADVANTAGE: encode_array(Column.ADVANTAGE, advantages[index : index + 1])},
+                columns={column: encode_array(column, values) for column, values in columns.items()},
                 on_insert=(append,) if index == 0 else (),
             )
-            for index, row in enumerate(rows)
+            for index, (row, columns) in enumerate(zip(rows, found, strict=True))
         ]
         return Commit(rows=writes)
+
+    def _advantages(
+        self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]]
+    ) -> list[dict[Column, NDArray[np.float32]]]:
+        """What is written of each row. rewards: [G] of them."""
+        if self._estimate is not None:
+            advantages = self._estimate(rewards)
+            return [{Column.ADVANTAGE: advantages[index : index + 1]} for index in range(len(rows))]
+        gamma, lam = self._algorithm.gamma, self._algorithm.gae_lambda
+        return [_token_advantages(float(reward), row, gamma, lam) for reward, row in zip(rewards, rows, strict=True)]
+
+    def _has_signal(self, rewards: NDArray[np.float32], found: Sequence[Mapping[Column, NDArray[np.float32]]]) -> bool:
+        """Whether the group is worth training. found: its advantages."""
+        if ":" in self._algorithm.advantage:
+            return any(bool(columns[Column.ADVANTAGE].any()) for columns in found)
+        return self._estimate is None or has_signal(rewards)
+
+
+def _token_advantages(
+    reward: float, row: Mapping[Column, bytes], gamma: float, lam: float
+) -> dict[Column, NDArray[np.float32]]:
+    """Of the tokens that the policy chose, the last of which has the reward; 0 at all others, which are no steps."""
+    from torch import from_numpy, zeros_like  # only with a critic
+
+    from workers.algorithms.gae import gae
+
+    values = decode_array(Column.VALUES, row[Column.VALUES])
+    mask = row.get(Column.LOSS_MASK)
+    chosen = np.ones(len(values), bool) if mask is None else decode_array(Column.LOSS_MASK, mask).astype(bool)
+    advantages, returns = np.zeros(len(values), np.float32), np.zeros(len(values), np.float32)
+    if chosen.any():
+        expected = from_numpy(values[chosen])
+        rewards = zeros_like(expected)
+        rewards[-1] = reward
+        found, targets = gae(rewards, expected, gamma, lam)
+        advantages[chosen], returns[chosen] = found.numpy(), targets.numpy()
+    mean = advantages[chosen].mean(keepdims=True) if chosen.any() else np.zeros(1, np.float32)
+    return {Column.ADVANTAGE: mean, Column.TOKEN_ADVANTAGES: advantages, Column.RETURNS: returns}
+
+
+def _value_versions(rows: Sequence[Mapping[Column, bytes]]) -> tuple[int, ...]:
+    """Of the critic's weights that valued each row; () without a critic."""
+    held = [row[Column.VALUE_WEIGHTS] for row in rows if Column.VALUE_WEIGHTS in row]
+    return tuple(int(decode_array(Column.VALUE_WEIGHTS, raw)[1]) for raw in held)
 
 
 def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]:
@@ -154,8 +206,7 @@ def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]
 class ReferenceTask:
     """Logprobs of each response under the model that training started from, or a teacher; only with ``kl_coef`` > 0.
 
-    What arrives during one pass of the model is the next pass. logprobs: those of some groups' rows, by row id; called
-    on one thread at a time.
+    logprobs: those of some groups' rows, by row id; called on one thread at a time.
     """
 
     def __init__(
@@ -166,30 +217,46 @@ class ReferenceTask:
     ) -> None:
         self._rows = rows
         self._worker_id = worker_id
-        self._logprobs = logprobs
-        self._computing = asyncio.Lock()
-        self._waiting: dict[RowId, PromptGroup] = {}
-        self._computed: dict[RowId, NDArray[np.float32]] = {}
+        self._passes = Passes(partial(asyncio.to_thread, logprobs))
 
     async def __call__(self, unit: Unit) -> Commit:
         """Reference logprobs of one row. Raises MessageError for columns that do not decode."""
-        row_id = RowId(unit.unit_id)
-        (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS])
-        (group,) = await self._rows.read_groups([unit.group_id], [Column.PROMPT_IDS])
-        if Column.RESPONSE_IDS not in row or Column.PROMPT_IDS not in group:
-            return _lost_row(row_id, group, self._worker_id)
-        prompt_ids = decode_array(Column.PROMPT_IDS, group[Column.PROMPT_IDS])
-        ids = decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS])
-        unused = np.zeros(len(ids), np.float32)
-        sample = TrainingSample(row_id=row_id, response_ids=ids, rollout_logprobs=unused, advantage=0.0)
-        logprobs = await self._compute(
-            row_id, PromptGroup(group_id=unit.group_id, prompt_ids=prompt_ids, samples=[sample])
-        )
-        column = Column.REFERENCE_LOGPROBS
+        group = await read_sample(self._rows, unit, self._worker_id)
+        if isinstance(group, Commit):
+            return group
+        row_id, column = RowId(unit.unit_id), Column.REFERENCE_LOGPROBS
+        logprobs = await self._passes.take(row_id, group)
         return Commit(rows=(RowWrite(row_id=row_id, columns={column: encode_array(column, logprobs)}),))
 
-    async def _compute(self, row_id: RowId, group: PromptGroup) -> NDArray[np.float32]:
-        """group: the row with its prompt."""
+
+async def read_sample(rows: RowStore, unit: Unit, worker_id: WorkerId) -> PromptGroup | Commit:
+    """A sample with its prompt, as a model sees it; where it is not there, all that is left to do."""
+    row_id = RowId(unit.unit_id)
+    (row,) = await rows.read_rows([row_id], [Column.RESPONSE_IDS])
+    (group,) = await rows.read_groups([unit.group_id], [Column.PROMPT_IDS])
+    if Column.RESPONSE_IDS not in row or Column.PROMPT_IDS not in group:
+        return _lost_row(row_id, group, worker_id)
+    prompt_ids = decode_array(Column.PROMPT_IDS, group[Column.PROMPT_IDS])
+    ids = decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS])
+    unused = np.zeros(len(ids), np.float32)
+    sample = TrainingSample(row_id=row_id, response_ids=ids, rollout_logprobs=unused, advantage=0.0)
+    return PromptGroup(group_id=unit.group_id, prompt_ids=prompt_ids, samples=[sample])
+
+
+class Passes(Generic[T]):
+    """Has samples computed together: what arrives during one pass of a model is the next pass.
+
+    compute: of some groups' rows, a result each; one call at a time.
+    """
+
+    def __init__(self, compute: Callable[[Sequence[PromptGroup]], Awaitable[Mapping[RowId, T]]]) -> None:
+        self._compute = compute
+        self._computing = asyncio.Lock()
+        self._waiting: dict[RowId, PromptGroup] = {}
+        self._computed: dict[RowId, T] = {}
+
+    async def take(self, row_id: RowId, group: PromptGroup) -> T:
+        """The result of a row. group: it with its prompt."""
         self._waiting[row_id] = group
         try:
             async with self._computing:
@@ -198,7 +265,7 @@ class ReferenceTask:
                     for one in self._waiting.values():
                         before = by_id[one.group_id].samples if one.group_id in by_id else ()
                         by_id[one.group_id] = replace(one, samples=[*before, *one.samples])
-                    self._computed.update(await asyncio.to_thread(self._logprobs, list(by_id.values())))
+                    self._computed.update(await self._compute(list(by_id.values())))
                     self._waiting = {name: new for name, new in self._waiting.items() if name not in self._computed}
                 return self._computed[row_id]
         finally:

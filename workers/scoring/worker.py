@@ -3,6 +3,7 @@
     tasks:reward      sample: response ids -> text -> reward (child processes)      REWARD, REWARD_COMPONENTS
     tasks:reference   sample: logprobs under base model or teacher (kl_coef > 0)    REFERENCE_LOGPROBS
     tasks:advantages  group:  rewards -> advantages, GroupScored                    ADVANTAGE
+                      and values -> those of each token (with a critic, which does tasks:values: workers/critic)
 
     claim / reclaim ──► up to ``at_once`` units in work, each in a task of its own ──► commit(rows, appends, ack)
                           │ fails: tried again here, until its attempts are used up ──► dead letter + ScoringFailed
@@ -84,7 +85,8 @@ class ScoringWorker:
         self._meter = BusyMeter(clock)
         spec = reward_spec(settings, allowed_reward, reward_path)
         own = own_advantage(settings.algorithm.advantage, allowed_advantage, functions_path)
-        self._estimate = own or estimator(settings.algorithm.advantage)
+        by_critic = settings.has_critic
+        self._estimate = None if by_critic else own or estimator(settings.algorithm.advantage)
         self._pool = open_pool(settings, spec, processes=REWARD_PROCESSES)
         self._consumers: dict[str, TaskConsumer] = {}
 

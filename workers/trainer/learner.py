@@ -40,6 +40,8 @@ class TrainingSample:
 
     response_ids: [R] int32, R >= 1.  rollout_logprobs: [R] float32.  loss_mask: [R] uint8, None for all ones.
     reference_logprobs, old_logprobs: [R] float32 or None.  reward: None where no loss looks at it.
+    advantages: [R] float32, of each token; None where its row's holds for all.
+    values, returns: [R] float32, what the critic expected when it was asked, and should have; only the critic has them.
     """
 
     row_id: RowId
@@ -50,6 +52,14 @@ class TrainingSample:
     reference_logprobs: NDArray[np.float32] | None = None
     old_logprobs: NDArray[np.float32] | None = None
     reward: float | None = None
+    advantages: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any of its tokens has one that is not zero."""
+        return self.advantage != 0.0 if self.advantages is None else bool(self.advantages.any())
 
     @property
     def num_loss_tokens(self) -> int:
@@ -148,22 +158,10 @@ class Learner(Protocol):
         ...
 
 
-class EmulatedLearner:
-    """A learner of one rank that takes the time that training would take, and changes nothing. It imports no torch.
-
-    With it the trainer worker does all else as it always does: it reads the rounds log with its rows, keeps the ledger,
-    publishes versions (of one number), saves checkpoints, resumes, refuses. So what is measured is the system, and an
-    audit of such a run means what it always means. sleep: lets that many of our seconds pass.
-    Source: ours; costs as the simulator's (``orchestrator/sim/engine.py``).
-    """
+class LoneLearner:
+    """What a learner of one rank has to say of the others."""
 
     data_size, data_rank = 1, 0
-
-    def __init__(self, costs: EmulatedSettings, publisher: WeightPublisher, sleep: Callable[[float], None]) -> None:
-        self._costs = costs
-        self._publisher = publisher
-        self._sleep = sleep
-        self._steps = 0
 
     async def join(self, broker: Broker, in_thread: InThread) -> None:
         pass
@@ -176,6 +174,28 @@ class EmulatedLearner:
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+    def leave(self) -> None:
+        pass
+
+
+class EmulatedLearner(LoneLearner):
+    """A learner of one rank that takes the time that training would take, and changes nothing. It imports no torch.
+
+    With it the trainer worker does all else as it always does: it reads the rounds log with its rows, keeps the ledger,
+    publishes versions (of one number), saves checkpoints, resumes, refuses. So what is measured is the system, and an
+    audit of such a run means what it always means. sleep: lets that many of our seconds pass.
+    Source: ours; costs as the simulator's (``orchestrator/sim/engine.py``).
+    """
+
+    def __init__(
+        self, costs: EmulatedSettings, publisher: WeightPublisher | None, sleep: Callable[[float], None]
+    ) -> None:
+        """publisher: None where nothing is published."""
+        self._costs = costs
+        self._publisher = publisher
+        self._sleep = sleep
+        self._steps = 0
 
     def load(self, checkpoint: Checkpoint | None) -> None:
         pass
@@ -203,6 +223,7 @@ class EmulatedLearner:
             writer.write(spec.offset, raw)
             return checksum(raw)
 
+        assert self._publisher is not None
         layout = plan_layout([("version", (1,), "int64")])
         return partial(self._publisher.publish_layout, epoch, version, layout, write)
 
@@ -214,11 +235,9 @@ class EmulatedLearner:
     def save_final(self, checkpoint: Place, target: Path) -> None:
         """There is no model to save."""
 
-    def leave(self) -> None:
-        pass
-
     def retract(self) -> None:
-        self._publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def _take(self, seconds: float) -> None:
         self._sleep(seconds * self._costs.time_scale)

@@ -37,14 +37,7 @@ MISSING_POLL_S = 0.25
 MISSING_REPEAT_S = 10.0
 """Rows still missing are reported again after this long: the first report may be what a broker lost."""
 
-ROW_COLUMNS = (
-    Column.RESPONSE_IDS,
-    Column.ROLLOUT_LOGPROBS,
-    Column.ADVANTAGE,
-    Column.LOSS_MASK,
-    Column.REFERENCE_LOGPROBS,
-    Column.REWARD,
-)
+OPTIONAL = (Column.LOSS_MASK, Column.REFERENCE_LOGPROBS)
 REQUIRED = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGE})
 
 Wanted = Sequence[tuple[GroupId, Sequence[RowId]]]
@@ -53,9 +46,9 @@ Wanted = Sequence[tuple[GroupId, Sequence[RowId]]]
 class RoundsReader:
     """Reads on from ``cursor`` until FinishTraining.
 
-    also: columns without which rows are not complete, either.  stall_s: the longest wait for the next command, or
-    for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by itself what takes
-    too long; it may have been paused.
+    wanted: columns without which a row is not complete, beside REQUIRED.  stall_s: the longest wait for the next
+    command, or for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by
+    itself what takes too long; it may have been paused.
     """
 
     def __init__(
@@ -68,7 +61,7 @@ class RoundsReader:
         cursor: str,
         part: int,
         num_parts: int,
-        also: frozenset[Column],
+        wanted: frozenset[Column],
         stall_s: float,
     ) -> None:
         self._broker = broker
@@ -78,7 +71,8 @@ class RoundsReader:
         self._cursor = cursor
         self._part = part
         self._num_parts = num_parts
-        self._required = REQUIRED | also
+        self._required = REQUIRED | wanted
+        self._columns = (*self._required, *(column for column in OPTIONAL if column not in wanted))
         self._stall_s = stall_s
         self.queue: asyncio.Queue[tuple[str, TrainerCommand, Sequence[PromptGroup]]] = asyncio.Queue(maxsize=AHEAD)
         """(entry id, command, this rank's rows of a TrainRound; none for other commands and for pads)."""
@@ -146,7 +140,7 @@ class RoundsReader:
         row_ids = [row for _, rows in wanted for row in rows]
         prompts, columns = await asyncio.gather(
             self._rows.read_groups([group for group, _ in wanted], (Column.PROMPT_IDS,)),
-            self._rows.read_rows(row_ids, ROW_COLUMNS),
+            self._rows.read_rows(row_ids, self._columns),
         )
         found = dict(zip(row_ids, columns, strict=True))
         missing = tuple(
@@ -181,6 +175,9 @@ def _sample(row: RowId, columns: Mapping[Column, bytes]) -> TrainingSample:
             loss_mask=optional(Column.LOSS_MASK),
             reference_logprobs=optional(Column.REFERENCE_LOGPROBS),
             reward=decode_scalar(Column.REWARD, columns[Column.REWARD]) if Column.REWARD in columns else None,
+            advantages=optional(Column.TOKEN_ADVANTAGES),
+            values=optional(Column.VALUES),
+            returns=optional(Column.RETURNS),
         )
     except MessageError as error:
         raise RoundsError(f"row {row} cannot be trained: {error}") from error

@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 import msgspec
 import structlog
@@ -51,7 +51,7 @@ from transport.contracts.messages import (
     WeightManifest,
     damage_of,
 )
-from transport.contracts.settings import AlgorithmSettings, Settings
+from transport.contracts.settings import Settings
 from transport.contracts.types import Column, RowId, WeightIdentity, WorkerId, row_id
 from transport.errors import first_error
 from transport.process import faults
@@ -97,12 +97,6 @@ class PartDone(msgspec.Struct, frozen=True):
 part_decoder = MessageDecoder(PartDone)
 
 
-def columns_of(algorithm: AlgorithmSettings) -> frozenset[Column]:
-    """Columns of a row that its loss looks at, beyond those of every loss."""
-    wanted = {Column.REFERENCE_LOGPROBS: algorithm.kl_coef > 0, Column.REWARD: algorithm.selects_by_reward}
-    return frozenset(column for column, needed in wanted.items() if needed)
-
-
 T = TypeVar("T")
 Publication = Callable[[], WeightManifest]
 
@@ -112,7 +106,13 @@ class TrainerWorker:
 
     model_dir: the base model.  run_dir: gets ``checkpoints/`` and ``model/``.  learner: what is trained.
     rows: where columns live; the broker's own hashes by default.  rank: which of the ``trainer.ranks`` this is.
+    checkpoints: where they are kept; those of the policy by default.
+
+    role: of which there is one in a run.  kind: how its fault points begin.
     """
+
+    role = ROLE
+    kind = "train"
 
     def __init__(
         self,
@@ -126,6 +126,7 @@ class TrainerWorker:
         *,
         rows: RowStore | None = None,
         rank: int = 0,
+        checkpoints: Place | None = None,
     ) -> None:
         self._broker = broker
         self._rows = rows or RowStore(broker)
@@ -137,7 +138,7 @@ class TrainerWorker:
         self._rank = rank
         self._stall_s = STALLS * settings.liveness.stall_s
         self._store = CheckpointStore(
-            checkpoints_place(settings, run_dir), keep=settings.trainer.keep_checkpoints, rank=rank
+            checkpoints or checkpoints_place(settings, run_dir), keep=settings.trainer.keep_checkpoints, rank=rank
         )
         self._fingerprint = fingerprint(settings, model_dir)
         self._thread = ThreadPoolExecutor(1, "learner")
@@ -177,14 +178,12 @@ class TrainerWorker:
                 cursor=self._ledger.cursor,
                 part=self._learner.data_rank,
                 num_parts=self._learner.data_size,
-                also=columns_of(self._settings.algorithm),
+                wanted=self._wanted(),
                 stall_s=self._stall_s,
             )
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
-                helping = [group.create_task(reader.read()), group.create_task(self._learner.follow())]
-                if self._announcer is not None:
-                    helping.append(group.create_task(self._announcer.keep()))
+                helping = [group.create_task(beside) for beside in (reader.read(), *self._beside())]
                 await self._work(reader)
                 for task in helping:
                     task.cancel()
@@ -195,6 +194,21 @@ class TrainerWorker:
             self._thread.shutdown(wait=False)
             self._saver.shutdown(wait=False)
             await asyncio.to_thread(self._learner.retract)  # not behind a round that takes longer than our grace
+
+    def _beside(self) -> list[Coroutine[Any, Any, None]]:
+        """What goes on while the log is read."""
+        kept = [] if self._announcer is None else [self._announcer.keep()]
+        return [self._learner.follow(), *kept]
+
+    def _wanted(self) -> frozenset[Column]:
+        """Columns without which a row is not whole, beside those of every row."""
+        algorithm = self._settings.algorithm
+        wanted = {
+            Column.REFERENCE_LOGPROBS: algorithm.kl_coef > 0,
+            Column.REWARD: algorithm.selects_by_reward,
+            Column.TOKEN_ADVANTAGES: self._settings.has_critic,
+        }
+        return frozenset(column for column, needed in wanted.items() if needed)
 
     def _leave(self) -> None:
         self._publisher.shutdown()  # not while it still talks to the other ranks
@@ -212,8 +226,9 @@ class TrainerWorker:
         checkpoint = await self._in_thread(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
         if self._rank == 0:
-            self._fence = Fence(role=ROLE, epoch=await self._broker.acquire_epoch(ROLE, at_least=known_epoch))
-            self._announcer = StepAnnouncer(self._broker, self._worker_id, self._fence)
+            epoch = await self._broker.acquire_epoch(self.role, at_least=known_epoch)
+            self._fence = Fence(role=self.role, epoch=epoch)
+            self._announcer = self._announcer_of()
         await self._publish(await self._publication_of(self._ledger.version))
         if self._announcer is not None:
             assert self._weights is not None  # just published
@@ -228,6 +243,9 @@ class TrainerWorker:
             await self._announce(event, cursor=cursor, version=self._weights.version)
             await self._announcer.announce_steps(checkpoint.steps if checkpoint else ())
         log.info("trainer ready", weights=str(self._weights), cursor=self._ledger.cursor)
+
+    def _announcer_of(self) -> StepAnnouncer:
+        return StepAnnouncer(self._broker, self._worker_id, self._fence)
 
     def _load(self) -> Checkpoint | None:
         checkpoint = self._store.load_latest(self._learner.gather)
@@ -277,7 +295,7 @@ class TrainerWorker:
             kept = [replace(group, samples=[s for s in group.samples if s.row_id not in refused]) for group in groups]
             groups = [group for group in kept if group.samples]
         done: PieceDone = await self._in_thread(lambda: learn(groups))
-        faults.point("train.round_accumulated")
+        faults.point(f"{self.kind}.round_accumulated")
         busy_s = self._clock.now_s() - started_s
         self._meter.end()
         self._batch.busy_s += busy_s
@@ -331,7 +349,7 @@ class TrainerWorker:
 
     async def _finish_batch(self, command: CloseMiniBatch, entry_id: str) -> None:
         self._check_follows(command.batch)
-        faults.point("train.stepped")
+        faults.point(f"{self.kind}.stepped")
         self._learner.forget_logprobs()
         self._ledger.version, self._ledger.cursor = command.batch + 1, entry_id
         self._source_position = command.source_position
@@ -352,18 +370,14 @@ class TrainerWorker:
         It is reported only when the final model is there too, because the run ends with it. The other ranks stay until
         then. Raises CheckpointError, RanksError.
         """
-        await self._until_told()
-        await self._settle()
-        self._ledger.cursor = entry_id
-        started_s = self._clock.now_s()
-        saving = await self._begin_save()
+        started_s, saving = await self._begin_last(entry_id)
         if self._rank != 0:
             await self._write_part(saving)
             self._doing = "waiting for rank 0 to save"
             await self._outstay_rank_0(entry_id)
             return
         path = await self._commit(saving)
-        saved = _saved(saving, path, self._clock.now_s() - started_s)
+        saved = saved_event(saving, path, self._clock.now_s() - started_s)
         self._doing = "saving the model"
         await self._in_thread(lambda: self._learner.save_final(path, self._run_dir / "model"))
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
@@ -389,6 +403,14 @@ class TrainerWorker:
                 return True
             await asyncio.sleep(DONE_POLL_S)
         return True
+
+    async def _begin_last(self, entry_id: str) -> tuple[float, Saving]:
+        """(when it began, what is to be written) of a checkpoint that contains the last command."""
+        await self._until_told()
+        await self._settle()
+        self._ledger.cursor = entry_id
+        started_s = self._clock.now_s()
+        return started_s, await self._begin_save()
 
     async def _outstay_rank_0(self, entry_id: str) -> None:
         """Until rank 0 has saved all there is up to ``entry_id``, or the run is over. Raises RanksError.
@@ -451,7 +473,7 @@ class TrainerWorker:
         except CheckpointError as error:
             self._not_saved(error)
             return
-        saved = _saved(saving, path, stood_s)
+        saved = saved_event(saving, path, stood_s)
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
 
     def _not_saved(self, error: CheckpointError) -> None:
@@ -488,7 +510,7 @@ class TrainerWorker:
         parts = {0: await self._in_saver(partial(self._store.write, saving))}
         parts |= await self._parts(saving)
         path = await self._in_saver(partial(self._store.commit, saving, parts))
-        faults.point("train.checkpoint_saved")
+        faults.point(f"{self.kind}.checkpoint_saved")
         return path
 
     async def _parts(self, saving: Saving) -> dict[int, Written]:
@@ -527,7 +549,7 @@ class TrainerWorker:
         trained_s: when its last step was done.  stepped_s: of steps that no event has told of.
         """
         await self._publish(publication)
-        faults.point("train.published")
+        faults.point(f"{self.kind}.published")
         assert self._weights is not None  # just published
         event = StepDone(
             batch=batch,
@@ -577,7 +599,7 @@ class TrainerWorker:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _saved(saving: Saving, path: Place, seconds: float) -> CheckpointSaved:
+def saved_event(saving: Saving, path: Place, seconds: float) -> CheckpointSaved:
     meta = saving.meta
     weights = WeightIdentity(epoch=meta.epoch, version=meta.version, digest=meta.digest)
     return CheckpointSaved(weights=weights, cursor=meta.cursor, path=str(path), seconds=seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -188,11 +189,39 @@ class Checkpoint(NamedTuple):
 BASE_MODEL = Checkpoint(0, CommandId(0, 0))
 
 
+def note_checkpoint(saved: list[Checkpoint], checkpoint: Checkpoint, keep: int) -> bool:
+    """Add the newest checkpoint of a reader of the rounds log. Returns False for one that is known or older."""
+    if saved and checkpoint <= saved[-1]:
+        return False
+    if saved and checkpoint.version == saved[-1].version:
+        saved.pop()  # the same weights saved again, further along the log
+    saved.append(checkpoint)
+    del saved[: -max(1, keep)]
+    return True
+
+
+def is_saved(checkpoints: Sequence[Checkpoint], command_id: CommandId) -> bool:
+    """Whether the newest contains what the rounds log holds up to this command."""
+    return bool(checkpoints) and checkpoints[-1].cursor >= command_id
+
+
+class Critic(msgspec.Struct, kw_only=True):
+    """What the critic said of itself: the second reader of the rounds log, with a lineage of its own.
+
+    epoch: of its fencing token, 0 before one was ready.  version: batches trained.  checkpoints: as in Retention.
+    """
+
+    epoch: int = 0
+    version: int = 0
+    checkpoints: list[Checkpoint] = msgspec.field(default_factory=list[Checkpoint])
+
+
 class Retention(msgspec.Struct, kw_only=True):
     """Checkpoints that are kept, oldest first, and the bytes of rows that are retained. requested: one was asked for.
 
     freed: rows of batches below its version, and the rounds log up to its cursor, are freed.
-    Invariant: both are kept back to the checkpoint before the newest (to the base model, where there is one only), so
+    Invariant: both are kept back to the checkpoint before the newest (to the base model, where there is one only), of
+    the trainer and of the critic, so
     that a trainer that finds the newest damaged goes on from the one before it; back to the newest only where the
     broker is over budget, or ``keep_checkpoints`` is 1.
     """
@@ -206,18 +235,16 @@ class Retention(msgspec.Struct, kw_only=True):
 
     def save(self, checkpoint: Checkpoint, keep: int) -> bool:
         """Take note of a checkpoint. Returns False for one that is known or older."""
-        if self.checkpoints and checkpoint <= self.checkpoints[-1]:
-            return False
-        if self.checkpoints and checkpoint.version == self.checkpoints[-1].version:
-            self.checkpoints.pop()  # the same weights saved again, further along the log
-        self.checkpoints.append(checkpoint)
-        del self.checkpoints[: -max(1, keep)]
-        return True
+        return note_checkpoint(self.checkpoints, checkpoint, keep)
 
-    def free(self, keep: int) -> Checkpoint | None:
-        """Choose the oldest checkpoint that a trainer may go back to. Returns it if that frees older rows."""
+    def free(self, keep: int, critic: Critic | None = None) -> Checkpoint | None:
+        """Choose the oldest checkpoint that a trainer, or the critic, may go back to.
+
+        Returns it if that frees older rows.
+        """
         back = 1 if keep == 1 or self.over_budget else 2
-        oldest = self.checkpoints[-back] if len(self.checkpoints) >= back else BASE_MODEL
+        readers = [self.checkpoints] if critic is None else [self.checkpoints, critic.checkpoints]
+        oldest = min(saved[-back] if len(saved) >= back else BASE_MODEL for saved in readers)
         if oldest <= self.freed:
             return None
         self.freed = oldest
@@ -338,6 +365,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     paused: nothing is dispatched, by request.  wait: what it waited for at the last tick.
     requests: of a service run, by number, those that are not all taken.  last_request: highest number so far.
     elastic: seconds of both stages, by which generation workers come and go.
+    critic: what it reported, where ``settings.critic``.
     """
 
     settings: CoreSettings
@@ -364,6 +392,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     last_request: int = 0
     plans: Plans = msgspec.field(default_factory=Plans)
     elastic: Elastic = msgspec.field(default_factory=Elastic)
+    critic: Critic = msgspec.field(default_factory=Critic)
 
     @property
     def stopping(self) -> bool:

@@ -103,6 +103,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_cost: of a worker without slowdown.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
     scaling: when generation workers come and go; None: never.
+    critic: a critic reads the rounds log, too: what it has not saved is kept.
     service: nothing is trained, prompts come with requests.  service_window: samples of one request that are generated
     ahead of its reader.  service_keep_s: a whole request that is not read for so long is forgotten.
     """
@@ -132,6 +133,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_checkpoints: int = _TRAINER.keep_checkpoints
     max_retained_bytes: int = BrokerSettings().max_retained_bytes
     max_unit_bytes: int = RowSettings().admitted_bytes
+    critic: bool = False
     service: bool = False
     service_window: int = _SERVICE.window
     service_keep_s: float = _SERVICE.keep_s
@@ -175,6 +177,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         "round_tokens": chosen_round_tokens(settings),
         "max_retained_bytes": settings.broker.max_retained_bytes,
         "max_unit_bytes": settings.rows.admitted_bytes,
+        "critic": settings.has_critic,
         "service": trainer.engine == "none",
         "dispatch": chosen_dispatch(settings),
         "decode_cost": decode_cost_of(settings.decode_cost),

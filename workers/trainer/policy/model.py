@@ -107,7 +107,7 @@ class PolicyModel:
         """Whether what this rank finds of a loss counts: its tensor peers find the same."""
         self.reads_rows = self.is_first_peer and place.stage == 0
         """Whether this rank counts the rows of a round for its peers."""
-        self._stage = PolicyStage(module, self.temperature, has_head=is_last)
+        self._stage = self._stage_of(module, is_last)
         if (mesh := self.ranks.axis(DATA)) is not None:
             compute = None if dtype == master_dtype else dtype
             shard_over_data(self._stage, cast(Any, module.base_model).layers, mesh, compute)
@@ -133,6 +133,9 @@ class PolicyModel:
         self._tied_over_stages = tied and layout.pipeline > 1 and EMBEDDING in self.masters
         """Whether the first and the last stage both hold the embedding."""
         self._pipeline = Pipeline(self._stage, self.ranks, dtype) if layout.pipeline > 1 else None
+
+    def _stage_of(self, module: PreTrainedModel, has_head: bool) -> PolicyStage:
+        return PolicyStage(module, self.temperature, has_head=has_head)
 
     @property
     def device(self) -> torch.device:

@@ -140,7 +140,8 @@ def _check(group: PromptGroup) -> None:
         raise ValueError(f"group {group.group_id} has no samples or no prompt")
     for sample in group.samples:
         optional = (sample.loss_mask, sample.reference_logprobs, sample.old_logprobs)
-        columns = (sample.response_ids, sample.rollout_logprobs, *optional)
+        of_critic = (sample.advantages, sample.values, sample.returns)
+        columns = (sample.response_ids, sample.rollout_logprobs, *optional, *of_critic)
         lengths = {len(column) for column in columns if column is not None}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"row {sample.row_id} has columns of {sorted(lengths)} tokens; they must be equal and > 0")
@@ -166,11 +167,15 @@ def _token_batch(
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     return TokenBatch(
         rollout_logprobs_N=column("rollout_logprobs"),
-        advantages_N=per_token([sample.advantage for sample in samples]),
+        advantages_N=column("advantages")
+        if samples and present("advantages")
+        else per_token([sample.advantage for sample in samples]),
         weights_N=per_token([token_weight(sample.num_loss_tokens, aggregation) for sample in samples]),
         old_logprobs_N=column("old_logprobs") if present("old_logprobs") else None,
         reference_logprobs_N=column("reference_logprobs") if present("reference_logprobs") else None,
         rewards_N=per_token(rewards) if len(rewards) == len(samples) else None,
+        values_N=column("values") if samples and present("values") else None,
+        returns_N=column("returns") if samples and present("returns") else None,
         row_N=torch.from_numpy(np.repeat(np.arange(len(samples)), [one.num_loss_tokens for one in samples])).to(device),
     )
 

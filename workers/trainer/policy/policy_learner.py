@@ -272,7 +272,7 @@ class TrainStep:
         rows = [sample for group in groups for sample in group.samples]
         trains = self._objective.trains
         computed = [
-            replace(group, samples=[self._with_old(s) for s in group.samples if trains(s.advantage, s.reward)])
+            replace(group, samples=[self._with_old(s) for s in group.samples if trains(s.has_advantage, s.reward)])
             for group in groups
         ]
         computed = [group for group in computed if group.samples]
@@ -359,9 +359,8 @@ class TrainStep:
         Args:    batch, num_batches: see ``learning_rate``.  num_rows, num_tokens: what the log says.
         Returns: metrics: loss, grad_norm (before clipping), lr, skipped_nonfinite, and LossMetrics.means.
         """
-        settings, policy = self._settings, self.policy
         metrics = self._ranks.reduce(self._metrics)
-        policy.close()
+        self.policy.close()
         held_rows, held_tokens = round(metrics.rows), round(metrics.loss_tokens)
         if (held_rows, held_tokens) != (num_rows, num_tokens):
             log.warning(
@@ -374,6 +373,21 @@ class TrainStep:
             )
         squares = metrics.advantage_squares
         scale = 1.0 / normaliser(self._objective, num_rows=held_rows, num_tokens=held_tokens, advantage_squares=squares)
+        stepped = self._take_step(metrics.loss, scale, held_tokens, batch=batch, num_batches=num_batches)
+        self._metrics = LossMetrics()
+        means = metrics.means(given=self._objective.given)
+        if not self._objective.kl_coef:
+            means.pop("kl", None)  # there is no reference
+        return {**stepped, **means}
+
+    def _take_step(
+        self, loss: float, scale: float, num_tokens: int, *, batch: int, num_batches: int
+    ) -> dict[str, float]:
+        """Step with the scaled sum, unless it is not finite or is of nothing, and start the next one.
+
+        loss: its sum.  num_tokens: that it is of.
+        """
+        settings, policy = self._settings, self.policy
         policy.scale(scale)
         grad_norm = policy.gradient_norm()
         rate = learning_rate(
@@ -384,8 +398,8 @@ class TrainStep:
             min_share=settings.lr_min_share,
             warmup=settings.warmup_batches,
         )
-        finite = bool(np.isfinite(grad_norm) and np.isfinite(metrics.loss))
-        if finite and held_tokens:
+        finite = bool(np.isfinite(grad_norm) and np.isfinite(loss))
+        if finite and num_tokens:
             if 0 < settings.grad_clip < grad_norm:
                 policy.scale(settings.grad_clip / (grad_norm + 1e-6))
             for parameters in self.optimizer.param_groups:
@@ -393,17 +407,7 @@ class TrainStep:
             self.optimizer.step()
             policy.refresh()
         policy.start_sum()
-        self._metrics = LossMetrics()
-        means = metrics.means(given=self._objective.given)
-        if not self._objective.kl_coef:
-            means.pop("kl", None)  # there is no reference
-        return {
-            "loss": metrics.loss * scale,
-            "grad_norm": grad_norm,
-            "lr": rate,
-            "skipped_nonfinite": 0.0 if finite else 1.0,
-            **means,
-        }
+        return {"loss": loss * scale, "grad_norm": grad_norm, "lr": rate, "skipped_nonfinite": 0.0 if finite else 1.0}
 
 
 def num_inputs(piece: Sequence[PromptGroup]) -> int:

@@ -13,7 +13,7 @@ const OF_STATE = {
   waiting: "wait",
   starting: "start",
 };
-const WORK_OF_KIND = { generate: "decode", score: "score", train: "train" };
+const WORK_OF_KIND = { generate: "decode", score: "score", train: "train", critic: "train" };
 
 const CAUSES = {
   "generate waiting": "no group that it may take",
