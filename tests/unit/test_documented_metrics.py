@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
+
 from orchestrator.observability.metrics import GROUPS, PREFIXES, MetricsLog, grouped, ranker_numbers
 from orchestrator.observability.report.bubbles import Cause
 from tests.unit.test_metrics import ended, outcome, scored, step, training
@@ -32,7 +34,8 @@ def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: 
     for score, end in groups:
         log.observe(score, [end], 0.5)
     log.observe(ended("0/0/0"), [], 1.0)
-    log.observe(scored("0/0", (1.0, 0.0)), [training(0, "0/0")], 1.5)
+    score = msgspec.structs.replace(scored("0/0", (1.0, 0.0)), environment_tokens=1)
+    log.observe(score, [training(0, "0/0")], 1.5)
     log.observe(step(0), [], 2.0)
     of_step = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped_nonfinite": 0.0}
     tally = BatchTally(started_s=0.0, steps=[of_step | LossMetrics(tokens=1.0, loss_tokens=1.0).means()])

@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, Segment, VersionSpan, WeightIdentity
 from workers.errors import EngineCrashedError, StreamError
 from workers.models import load_detokenizer
 
@@ -97,8 +97,10 @@ class Completion:
 
     response_ids: [R] int32, the stop token included.
     logprobs: [R] float32, of each sampled token under log_softmax(logits / temperature), before top-p and top-k cut the
-    tail (temperature 0 counts as 1); the trainer computes the same, so that their ratio is the policies' ratio.
+    tail (temperature 0 counts as 1); the trainer computes the same, so that their ratio is the policies' ratio. 0 where
+    nothing was sampled.
     spans: weights of each token, in order, covering [0, R).
+    segments: who chose which tokens, in order, covering [0, R); none: the policy chose all.
     """
 
     group_id: GroupId
@@ -110,6 +112,7 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     queued_s: float
     engine_s: float
+    segments: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ from transport.contracts.types import (
 from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
-from transport.rows.columns import RowStore, decode_array, encode_array
+from transport.rows.columns import RowStore, decode_array, encode_array, loss_mask
 from transport.tensors.relay import Relay
 from workers.generation.engine import (
     BASE_WEIGHTS,
@@ -179,12 +179,15 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
         attempt=completion.attempt,
         queued_s=completion.queued_s,
         engine_s=completion.engine_s,
+        segments=completion.segments,
     )
     columns = {
         Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, completion.response_ids),
         Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, completion.logprobs),
         Column.ROLLOUT_INFO: encode(info),
     }
+    if completion.segments:
+        columns[Column.LOSS_MASK] = encode_array(Column.LOSS_MASK, loss_mask(completion.segments))
     row = row_id(completion.group_id, completion.sample)
     finished = RolloutFinished(
         row_id=row,
@@ -196,6 +199,7 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
         num_bytes=sum(map(len, columns.values())),
         queued_s=completion.queued_s,
         engine_s=completion.engine_s,
+        environment_tokens=info.environment_tokens,
     )
     append = event_append(
         finished,

@@ -51,7 +51,7 @@ def _lost_row(row_id: RowId, group: Mapping[Column, bytes], worker_id: WorkerId)
 
 
 class RewardTask:
-    """Scores one sample at a time; many may be in work together."""
+    """Scores one sample at a time, by what the policy wrote of it; many may be in work together."""
 
     def __init__(
         self, rows: RowStore, worker_id: WorkerId, pool: RewardPool | CodePool, detokenize: Detokenize
@@ -64,12 +64,15 @@ class RewardTask:
     async def __call__(self, unit: Unit) -> Commit:
         """Reward of one row. Raises RewardError; MessageError for columns that do not decode."""
         row_id = RowId(unit.unit_id)
-        (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS])
+        (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS, Column.LOSS_MASK])
         (group,) = await self._rows.read_groups([unit.group_id], [Column.PROMPT_TEXT, Column.TASK_ENTRY])
         if Column.RESPONSE_IDS not in row or not group:
             return _lost_row(row_id, group, self._worker_id)
         try:
-            response = self._detokenize(decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS]).tolist())
+            ids = decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS])
+            if Column.LOSS_MASK in row:
+                ids = ids[decode_array(Column.LOSS_MASK, row[Column.LOSS_MASK]).astype(bool)]
+            response = self._detokenize(ids.tolist())
         except (OverflowError, IndexError) as error:
             raise MessageError(f"the response has ids that the tokenizer does not know: {error}") from error
         prompt = group.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
@@ -125,6 +128,7 @@ class AdvantageTask:
             response_tokens=tuple(info.response_tokens for info in infos),
             signal=has_signal(shaped) if ":" not in self._algorithm.advantage else bool(advantages.any()),
             components=_mean_components([*rows.values()]),
+            environment_tokens=sum(info.environment_tokens for info in infos),
         )
         append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=f"{fmean(rewards):.4f}")
         writes = [
