@@ -77,6 +77,9 @@ class FakeEngine:
         )
         self._outbox.put_nowait(completion)
 
+    def give(self, completion: Completion) -> None:
+        self._outbox.put_nowait(completion)
+
     def fail(self, request: GenerationRequest, samples: tuple[int, ...], *, retryable: bool = True) -> None:
         self._outbox.put_nowait(request.failure(samples, "out of luck", retryable=retryable))
 

@@ -185,7 +185,7 @@ def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
 
 
 def test_every_preset_resolves():
-    assert preset_names() == ["code", "gsm8k", "service", "sft", "smollm2", "smollm2-hard", "tiny"]
+    assert preset_names() == ["code", "gsm8k", "service", "sft", "smollm2", "smollm2-hard", "tiny", "two_turn_tool"]
     for name in preset_names():
         data = ["data.path=rows.jsonl"] if name == "gsm8k" else []
         assert resolve(name, [], data, {}).settings.run.name == name

@@ -128,6 +128,7 @@ class RolloutInfo(Struct, frozen=True, kw_only=True):
     queued_s: float = 0.0  # from claim to admission into a slot
     engine_s: float = 0.0  # from there to the end
     segments: tuple[Segment, ...] = ()  # in order, covering [0, response_tokens); none: all of it is the policy's
+    reward: Finite | None = None  # that its environment gave
 
     @property
     def environment_tokens(self) -> int:

@@ -41,6 +41,7 @@ class GenerationRequest:
     priority: higher is admitted first.
     limits: empty, or for each of ``samples`` its own limit of new tokens, at most sampling.max_new_tokens: with
     ignore_eos it replays recorded lengths exactly.
+    prompt_text, entry: of the group, for an environment; not read by an engine.
     """
 
     group_id: GroupId
@@ -50,6 +51,8 @@ class GenerationRequest:
     priority: float = 0.0
     attempt: int = 0
     limits: Sequence[int] = ()
+    prompt_text: str = ""
+    entry: bytes = b""
 
     @property
     def key(self) -> tuple[GroupId, int]:
@@ -101,6 +104,7 @@ class Completion:
     nothing was sampled.
     spans: weights of each token, in order, covering [0, R).
     segments: who chose which tokens, in order, covering [0, R); none: the policy chose all.
+    reward: what an environment gave, None where none did.
     """
 
     group_id: GroupId
@@ -113,6 +117,7 @@ class Completion:
     queued_s: float
     engine_s: float
     segments: tuple[Segment, ...] = ()
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

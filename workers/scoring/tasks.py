@@ -27,6 +27,7 @@ from workers.algorithms.advantage import has_signal, overlong_penalty
 from workers.models import Detokenize
 from workers.scoring.code import CodePool
 from workers.scoring.reward_pool import RewardPool
+from workers.scoring.rewards import Reward
 from workers.trainer.learner import PromptGroup, TrainingSample
 
 
@@ -51,7 +52,10 @@ def _lost_row(row_id: RowId, group: Mapping[Column, bytes], worker_id: WorkerId)
 
 
 class RewardTask:
-    """Scores one sample at a time, by what the policy wrote of it; many may be in work together."""
+    """Scores one sample at a time, by what the policy wrote of it; many may be in work together.
+
+    One whose environment gave a reward has that one.
+    """
 
     def __init__(
         self, rows: RowStore, worker_id: WorkerId, pool: RewardPool | CodePool, detokenize: Detokenize
@@ -64,10 +68,13 @@ class RewardTask:
     async def __call__(self, unit: Unit) -> Commit:
         """Reward of one row. Raises RewardError; MessageError for columns that do not decode."""
         row_id = RowId(unit.unit_id)
-        (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS, Column.LOSS_MASK])
+        (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS, Column.LOSS_MASK, Column.ROLLOUT_INFO])
         (group,) = await self._rows.read_groups([unit.group_id], [Column.PROMPT_TEXT, Column.TASK_ENTRY])
         if Column.RESPONSE_IDS not in row or not group:
             return _lost_row(row_id, group, self._worker_id)
+        given = rollout_info_decoder.decode(row.get(Column.ROLLOUT_INFO, b"")).reward
+        if given is not None:
+            return _scored(row_id, Reward(value=given))
         try:
             ids = decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS])
             if Column.LOSS_MASK in row:
@@ -76,12 +83,15 @@ class RewardTask:
         except (OverflowError, IndexError) as error:
             raise MessageError(f"the response has ids that the tokenizer does not know: {error}") from error
         prompt = group.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
-        reward = await self._pool.score(prompt, response, group.get(Column.TASK_ENTRY, b""))
-        columns = {
-            Column.REWARD: encode_array(Column.REWARD, [reward.value]),
-            Column.REWARD_COMPONENTS: msgspec.json.encode(reward.components),
-        }
-        return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
+        return _scored(row_id, await self._pool.score(prompt, response, group.get(Column.TASK_ENTRY, b"")))
+
+
+def _scored(row_id: RowId, reward: Reward) -> Commit:
+    columns = {
+        Column.REWARD: encode_array(Column.REWARD, [reward.value]),
+        Column.REWARD_COMPONENTS: msgspec.json.encode(reward.components),
+    }
+    return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
 
 
 class AdvantageTask:
