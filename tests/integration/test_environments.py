@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import uvloop
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.tiny_models import full_logprobs
@@ -21,7 +22,7 @@ from transport.contracts.settings import EmulatedSettings, GenerationSettings, S
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, SegmentKind
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import loss_mask
-from workers.environments.calculator import calculate
+from workers.environments.calculator import Calculator, calculate
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
 from workers.environments.environment import Message
@@ -85,6 +86,41 @@ async def test_an_episode_is_replayed_where_its_environment_failed(how: str, tmp
         assert neighbour.replays == (how != "raise"), "it lived in the same process"
 
 
+def test_a_process_that_ended_between_two_calls_is_noticed_on_a_workers_loop() -> None:
+    """uvloop raises RuntimeError for a write to a closed pipe, asyncio's own loop an OSError."""
+
+    async def steps() -> None:
+        async with pool("Echo", params={"turns": 3}) as environments:
+            episode = environments.open()
+            await episode.reset("say it", b"{}")
+            (pid,) = environments.pids()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.5)  # for the loop to hear of it
+            assert (await episode.step("one", [1])).messages == (Message(role="tool", content="1:one"),)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(steps())
+
+
+async def test_a_first_process_that_is_hit_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "hit_once.py").write_text(
+        "import os, pathlib\n"
+        f"hit = pathlib.Path({str(tmp_path / 'hit')!r})\n"
+        "if not hit.exists():\n"
+        "    hit.touch()\n"
+        "    os._exit(9)\n"
+        "from tests.fakes.environments import Echo\n"
+    )
+    settings = settings_for("hit_once:Echo", processes=1)
+    environments = EnvironmentPool(settings, environment_setup(settings, "hit_once:Echo", str(tmp_path)))
+    try:
+        await environments.start()
+        await environments.open().reset("say it", b"{}")
+    finally:
+        await environments.close()
+    assert (tmp_path / "hit").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -146,7 +182,7 @@ async def test_calls_that_are_cancelled_leave_no_answer_behind() -> None:
     ("expression", "result"),
     [
         ("12 + 7 * 3", "33"),
-        ("12 - 45 = ?", "-33"),
+        ("12 - 45", "-33"),
         (" (1 + 2) * -3 ", "-9"),
         ("7 / 2", "3.5"),
         ("1 / 0", "division by zero"),
@@ -161,6 +197,28 @@ async def test_calls_that_are_cancelled_leave_no_answer_behind() -> None:
 )
 def test_the_calculator_computes_arithmetic_and_nothing_else(expression: str, result: str) -> None:
     assert calculate(expression) == result
+
+
+@pytest.mark.parametrize(
+    ("turn", "said", "done"),
+    [
+        ("48 - 15 + 93 =", "Result: 126", False),
+        ("1. 27 - 82 =", "Result: -55", False),
+        ("Let me see: (1+2)*3 = 10, and 10 - 4 = 5", "Result: 6", False),
+        ("12 + 7 =\nAnswer: 19", None, True),
+        ("x = 7", None, True),
+        ("no idea", None, True),
+        ("2 ** 3 =", None, True),
+        ("1 - 1 / 0 =", "Result: division by zero", False),
+    ],
+)
+def test_the_calculator_tells_what_is_written_down_until_there_is_an_answer(
+    turn: str, said: str | None, done: bool
+) -> None:
+    calculator = Calculator()
+    calculator.reset("", {})
+    assert calculator.step(turn, []) == (said, done, None)
+    assert Calculator(says="= {result}").step("1 + 1 =", []) == ("= 2", False, None)
 
 
 # --- whole episodes ---------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ def info(response_tokens: int, *ends: int, segments: tuple[Segment, ...] = ()) -
     )
 
 
+LONG = (Segment(kind=SegmentKind.POLICY, end=2**40),)
 CALLED = (Segment(kind=SegmentKind.POLICY, end=1), Segment(kind=SegmentKind.TOOL, end=2))
 
 
@@ -120,6 +121,7 @@ def test_columns_that_fit_together_pass() -> None:
         ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: info(2, 2, segments=CALLED[:1])}, r"end at \[1\]"),
         ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: info(2, 2, segments=(*CALLED[1:],) * 2)}, r"end at \[2, 2\]"),
         ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: info(2, 2, segments=CALLED)}, "not what its segments say"),
+        ({Column.LOSS_MASK: b"\x01", Column.ROLLOUT_INFO: info(2**40, 2**40, segments=LONG)}, "of 1 tokens says"),
         (
             {Column.LOSS_MASK: b"\x01\x01", Column.ROLLOUT_INFO: info(2, 2, segments=CALLED)},
             "not what its segments say",

@@ -1,10 +1,10 @@
-"""A calculator: the policy asks for a result, is told it, and answers.
+"""A calculator: the policy writes down what it wants to know, is told the result, and answers.
 
-    policy       Calculate: 12 + 7 * 3
-    tool         Result: 33
-    policy       Answer: 33
+    policy       48 - 15 + 93 =
+    tool         Result: 126
+    policy       Answer: 126
 
-A turn that asks for nothing is the last one; what it answers is judged as any response is (``scoring``).
+A turn that asks for nothing, or answers, is the last one; it is judged as any response is (``scoring``).
 """
 
 from __future__ import annotations
@@ -25,27 +25,34 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+_NUMBER = r"[-(]*\d+(?:\.\d+)?\)*"
+_ASKED = re.compile(rf"({_NUMBER}(?:[ \t]*[-+*/][ \t]*{_NUMBER})+)[ \t]*=")
+"""An expression of two numbers or more, and the sign behind it: what a model that wants a result writes by itself."""
 
 
 class Calculator:
-    """An Environment (environment.py). marker: what precedes an expression in a turn, in any case."""
+    """An Environment (environment.py).
 
-    def __init__(self, marker: str = "Calculate:") -> None:
-        self._asked = re.compile(rf"{re.escape(marker)}[ \t]*([^\r\n]*)", re.IGNORECASE)
+    says: what it tells, with the result in place of ``{result}``.  answer: what precedes an answer, in any case.
+    """
+
+    def __init__(self, says: str = "Result: {result}", answer: str = "Answer:") -> None:
+        self._says = says
+        self._answer = answer.lower()
 
     def reset(self, prompt: str, entry: dict[str, Any]) -> None:
         """The prompt says all."""
 
     def step(self, text: str, tokens: Sequence[int]) -> tuple[str | None, bool, None]:
-        asked = self._asked.search(text)
-        if asked is None:
+        asked = _ASKED.findall(text)
+        if not asked or self._answer in text.lower():
             return None, True, None
-        return f"Result: {calculate(asked[1])}", False, None
+        return self._says.replace("{result}", calculate(asked[-1])), False, None
 
 
 def calculate(expression: str) -> str:
     """The value of ``expression``, a whole number where it is one, or why there is none."""
-    plain = expression.replace("\u00d7", "*").replace("\u2212", "-").split("=")[0].strip(" .*`'\"")
+    plain = expression.strip()
     if not plain or len(plain) > MAX_CHARACTERS:
         return "no expression"
     try:

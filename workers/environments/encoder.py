@@ -1,7 +1,7 @@
 """What an environment says, as the tokens that follow a policy's turn.
 
-    so far   ...<|im_start|>assistant|Calculate: 12 + 7<|im_end|>         the policy's own ids, as they were sampled
-    added    |<|im_start|>tool|Result: 19<|im_end|>|<|im_start|>assistant|
+    so far   ...<|im_start|>assistant|12 + 7 =           the policy's own ids, as they were sampled
+    added    <|im_end|>|<|im_start|>tool|Result: 19<|im_end|>|<|im_start|>assistant|
 
 The chat template is asked what stands behind a turn of the assistant; nothing of the turn itself, or of what was before
 it, is encoded again. Without a template the texts are added as they are.

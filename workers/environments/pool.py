@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 
 STARTUP_S = 120.0
 """As of a reward: imports, on a machine with ten busy processes and a cold disk."""
+STARTS = 3
+"""Of the first child: one that ends before it is ready may have been hit by what ends processes at random."""
 MEMORY_BYTES = 4 * 1024**3
 """Address space of a child."""
 COMMAND = python_module("workers.environments.environment")
@@ -81,7 +83,7 @@ class EnvironmentChild(ChildProcess):
         """Episodes that it may forget."""
 
     async def start(self) -> None:
-        """Raises EnvironmentSetupError: the environment cannot be imported, or its process does not start."""
+        """Raises EnvironmentSetupError: it cannot be imported; EnvironmentFailedError: its process ended."""
         self.life += 1
         self.over.clear()
         ready = False
@@ -93,11 +95,12 @@ class EnvironmentChild(ChildProcess):
                 raise EnvironmentSetupError(reason)
             ready = True
         except TimeoutError:
-            raise EnvironmentSetupError(f"the environment was not ready after {STARTUP_S:.0f} s") from None
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise EnvironmentSetupError(f"the environment's process did not start: {error}") from None
+            raise EnvironmentFailedError(f"the environment was not ready after {STARTUP_S:.0f} s") from None
+        except (OSError, asyncio.IncompleteReadError):
+            code = await self.ended()
+            raise EnvironmentFailedError(f"the environment's process ended with {code} before it was ready") from None
         except msgspec.MsgspecError as error:
-            raise EnvironmentSetupError(f"the environment's process sent an invalid answer: {error}") from None
+            raise EnvironmentFailedError(f"the environment's process sent an invalid answer: {error}") from None
         finally:
             if not ready:
                 await self.kill()
@@ -175,7 +178,10 @@ class EpisodeLink:
         if child.pid is None:
             try:
                 await child.start()
-            except EnvironmentSetupError as error:  # it did start once: no memory, a busy machine
+            except (
+                EnvironmentSetupError,
+                EnvironmentFailedError,
+            ) as error:  # it did start once: no memory, a busy machine
                 raise _CallFailedError(str(error)) from error
         if self._life != child.life:
             for turn, (asked, answered) in enumerate(self.journal):
@@ -209,7 +215,14 @@ class EnvironmentPool:
         setup = msgspec.structs.replace(self._setup, jailed=jail is not None)
         variables = () if self._setup.name in BUILT_IN else self._settings.variables
         self._children = [EnvironmentChild(setup, jail, variables) for _ in range(self._settings.processes)]
-        await self._children[0].start()
+        for attempt in range(1, STARTS + 1):
+            try:
+                await self._children[0].start()
+            except EnvironmentFailedError as error:
+                if attempt == STARTS:
+                    raise EnvironmentSetupError(f"{error}, {STARTS} times") from error
+            else:
+                break
 
     async def _find_jail(self) -> Jail | None:
         readable = (Path(self._setup.path),) if self._setup.path else ()

@@ -62,6 +62,8 @@ class ChildProcess:
         """Its answer to ``message``. Raises TimeoutError; OSError, IncompleteReadError: it ended; DecodeError."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: PT018 PIPE
+        if process.stdin.is_closing():  # it ended since the last call: uvloop would raise RuntimeError
+            raise BrokenPipeError("the process has ended")
         async with asyncio.timeout(limit_s):
             process.stdin.write(frame(message))
             await process.stdin.drain()
