@@ -17,17 +17,19 @@ import torch
 import uvloop
 from transformers import AutoModelForCausalLM
 
+from orchestrator.config.load import render, resolve
 from tests.fakes.tiny_models import full_logprobs
 from transport.contracts.settings import EmulatedSettings, GenerationSettings, Settings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, SegmentKind
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import loss_mask
+from workers.commands.evaluate import evaluate_run
 from workers.environments.calculator import Calculator, calculate
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
 from workers.environments.environment import Message
 from workers.environments.pool import EnvironmentPool, environment_setup
-from workers.errors import EnvironmentFailedError, EnvironmentSetupError
+from workers.errors import EnvironmentFailedError, EnvironmentSetupError, RunFilesError
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.emulated import EmulatedEngine
 from workers.generation.engine import Completion, GenerationEngine, GenerationRequest, serving
@@ -219,6 +221,12 @@ def test_the_calculator_tells_what_is_written_down_until_there_is_an_answer(
     calculator.reset("", {})
     assert calculator.step(turn, []) == (said, done, None)
     assert Calculator(says="= {result}").step("1 + 1 =", []) == ("= 2", False, None)
+
+
+def test_held_out_problems_of_episodes_are_not_asked_in_one_turn(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(render(resolve("two_turn_tool", [], [], {})))
+    with pytest.raises(RunFilesError, match=r"are episodes \(environment.name\).*eval.every"):
+        evaluate_run(tmp_path, "base", cache_dir=tmp_path)
 
 
 # --- whole episodes ---------------------------------------------------------------------------------------------------

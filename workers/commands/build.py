@@ -173,7 +173,9 @@ async def with_environment(
     from workers.environments.encoder import ObservationEncoder
     from workers.environments.engine import EpisodeEngine
     from workers.environments.pool import EnvironmentPool, environment_setup
+    from workers.scoring.jail import hide_from_children
 
+    hide_from_children()
     pool = EnvironmentPool(settings, environment_setup(settings, allowed, path))
     encoder = await asyncio.to_thread(ObservationEncoder.of, model_dir, templated=settings.data.chat_template)
     return EpisodeEngine(engine, pool, encoder, settings.environment)
