@@ -34,6 +34,7 @@ from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET,
 from transport.tensors.base import parse_ports
 from workers.errors import (
     AlgorithmError,
+    EnvironmentSetupError,
     EvaluationError,
     ModelError,
     ModelMismatchError,
@@ -61,6 +62,7 @@ BAD_CONFIG = (
     *MISTAKES,
     *(
         AlgorithmError,
+        EnvironmentSetupError,
         EvaluationError,
         ModelError,
         ModelMismatchError,
@@ -121,6 +123,12 @@ class Gpus:
 
 UserReward = Annotated[
     str, typer.Option(help="module:function, or code, that this machine allows as reward; the run's must be the same")
+]
+EnvironmentOption = Annotated[
+    str, typer.Option("--environment", metavar="MODULE:FUNCTION", help="environment that the run may use here")
+]
+EnvironmentPath = Annotated[
+    str, typer.Option(help="directory that the environment is imported from  [only what is installed]")
 ]
 RewardPath = Annotated[str, typer.Option(help="directory that the reward is imported from  [only what is installed]")]
 FunctionsPath = Annotated[
@@ -235,6 +243,8 @@ def generate(
     engine_url: Annotated[str, typer.Option(help="SGLang or vLLM server to use, http://host:port  [its own]")] = "",
     server_command: Annotated[str, typer.Option(help="how to start SGLang or vLLM  [that of this Python]")] = "",
     server_args: Annotated[str, typer.Option(help="more arguments for that server")] = "",
+    environment: EnvironmentOption = "",
+    environment_path: EnvironmentPath = "",
 ) -> None:
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
     from workers.commands.build import ServerChoice, generation_worker
@@ -249,7 +259,13 @@ def generate(
         gpus=gpus.gpus_each,
     )
     make = partial(
-        generation_worker, run_dir=joining.home, trust_remote_code=trust_remote_code, secret=secret, server=server
+        generation_worker,
+        run_dir=joining.home,
+        trust_remote_code=trust_remote_code,
+        secret=secret,
+        server=server,
+        environment=environment,
+        environment_path=environment_path,
     )
     joining.serve(WorkerKind.GENERATE, _number(index), make, trust=trust_remote_code)
 

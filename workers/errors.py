@@ -4,6 +4,7 @@ FatalError (transport.errors)
 ├── ModelError            a model directory is missing, broken or of an unsupported kind: the message says what to do
 ├── ModelMismatchError    a worker's model is not the one of the run that it would join: its token ids are other words
 ├── RewardSetupError      the run's reward cannot be built, or this worker's command line does not allow it
+├── EnvironmentSetupError  the same of the run's environment
 ├── AlgorithmError        a loss or an advantage of the user's is none, or this worker's command line does not allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
 ├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
@@ -28,6 +29,7 @@ StreamError (transport.errors)
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
 ├── TensorFileError       a file of tensors is cut off, or none: whose it is decides what that means
 ├── ServerAnswerError     an inference server answers with an error, or with what is no answer
+├── EnvironmentFailedError  an episode's environment gave no answer, or another one when it was replayed
 └── RewardError           one reward could not be computed (raised, too slow, not a number): try again, then give up
     └── RewardTimeoutError  it took longer than its limit: it would again, so it is not tried again
 """
@@ -51,6 +53,9 @@ class RewardSetupError(FatalError): ...
 
 
 class AlgorithmError(FatalError): ...
+
+
+class EnvironmentSetupError(FatalError): ...
 
 
 class CheckpointError(FatalError):
@@ -135,6 +140,9 @@ class ServerAnswerError(StreamError):
         self.url = url
         self.status = status
         self.reason = reason
+
+
+class EnvironmentFailedError(StreamError): ...
 
 
 class RewardError(StreamError): ...

@@ -289,6 +289,18 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "generation.engine trainer.engine",
             'must be "emulated" with trainer.engine "emulated", which has no weights to serve',
         )
+    if s.environment.name and s.trainer.engine == "none":
+        yield (
+            "environment.name trainer.engine",
+            'must be empty with trainer.engine "none": a service answers in one turn',
+        )
+    if s.environment.path and ":" not in s.environment.name:
+        yield "environment.path environment.name", "is where a module:function lies: name it (environment.name)"
+    if s.environment.max_turn_tokens > s.sampling.max_new_tokens:
+        yield (
+            "environment.max_turn_tokens sampling.max_new_tokens",
+            "must be at most sampling.max_new_tokens, which bounds the whole episode",
+        )
     if s.generation.stop and s.generation.engine == "emulated":
         yield (
             "generation.stop generation.engine",

@@ -149,6 +149,8 @@ def check_workers_inputs(settings: Settings) -> None:
         raise DataError(f"scoring.reward_path: there is no directory {scoring.reward_path}")
     if (path := settings.algorithm.functions_path) and not Path(path).is_dir():
         raise DataError(f"algorithm.functions_path: there is no directory {path}")
+    if settings.environment.path and not Path(settings.environment.path).is_dir():
+        raise DataError(f"environment.path: there is no directory {settings.environment.path}")
     if generation.lengths:
         try:
             read_lengths(Path(generation.lengths))
@@ -164,9 +166,8 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     scoring, generation = settings.scoring, settings.generation
     devices = (settings.trainer.device, generation.device)
     own = any(":" in name for name in (settings.algorithm.advantage, settings.algorithm.loss))
-    if not (
-        scoring.reward or own or generation.engine in SERVER_ENGINES or any(name.startswith("cuda") for name in devices)
-    ):
+    foreign = scoring.reward or own or settings.environment.name or generation.engine in SERVER_ENGINES
+    if not (foreign or any(name.startswith("cuda") for name in devices)):
         return
     asked = [public(settings), trial_rows(problems, scoring)]
     process = await asyncio.create_subprocess_exec(

@@ -27,7 +27,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.events import read_statuses
 from transport.contracts.messages import STARTING
-from transport.contracts.settings import LivenessSettings, Settings
+from transport.contracts.settings import EnvironmentSettings, LivenessSettings, Settings
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.errors import TransientError
 from transport.process.clock import Clock, MonotonicClock
@@ -114,6 +114,7 @@ class LocalFleet:
                 "--server-args": shlex.join(engine.server_args),
             }
             arguments += [part for option, value in server.items() if value for part in (option, value)]
+            arguments += environment_arguments(self.settings.environment)
         return arguments
 
     def _common(self, kind: WorkerKind | None = None) -> list[str]:
@@ -121,6 +122,12 @@ class LocalFleet:
         if kind is WorkerKind.CRITIC and self.settings.critic.model:
             return joined  # it begins as another model, which it prepares itself
         return [*joined, "--model-dir", str(self.model_dir)]
+
+
+def environment_arguments(environment: EnvironmentSettings) -> list[str]:
+    """What allows a generation worker the user's environment; one that is built in needs no allowance."""
+    path = ["--environment-path", environment.path] if environment.path else []
+    return ["--environment", environment.name, *path] if ":" in environment.name else []
 
 
 def score_arguments(settings: Settings) -> list[str]:

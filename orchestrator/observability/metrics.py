@@ -51,7 +51,8 @@ log = structlog.get_logger(__name__)
 
 GROUPS: Mapping[str, str] = {
     "reward": "reward reward_std reward_with_filtered no_signal",
-    "lengths": "response_tokens response_tokens_p50 response_tokens_p90 response_tokens_max truncated",
+    "lengths": "response_tokens response_tokens_p50 response_tokens_p90 response_tokens_max truncated "
+    "environment_share",
     "loss": "loss grad_norm lr skipped_nonfinite entropy kl computed_tokens clip_fraction_low clip_fraction_high",
     "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv",
     "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s publish_wait_s samples_trained "
@@ -183,7 +184,7 @@ class MetricsLog:
         if lane == "eval":
             return
         self._since.samples += 1
-        self._since.tokens += event.response_tokens
+        self._since.tokens += event.policy_tokens
         name, _, sample = event.row_id.rpartition("/")
         group, index = self._groups.setdefault(GroupId(name), _Group()), int(sample)
         group.versions[index] = event.oldest.version
@@ -322,6 +323,8 @@ def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupSco
             **quantiles(tokens),
             "response_tokens_max": max(tokens),
         }
+        if environment := sum(score.environment_tokens for score in scores):
+            line["environment_share"] = environment / sum(tokens)
     if lags := [max(0, batch - version) for score in scores for version in score.value_versions]:
         line |= {"value_staleness": fmean(lags), "value_staleness_max": max(lags)}
     staleness = [max(0, batch - version) for group in trained for version in group.versions.values()]

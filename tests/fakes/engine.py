@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import torch
 
-from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
+from transport.contracts.types import FinishReason, GroupId, Segment, VersionSpan, WeightIdentity
 from workers.generation.engine import (
     BASE_WEIGHTS,
     Completion,
@@ -53,7 +53,14 @@ class FakeEngine:
             await self.submitted.wait_for(lambda: len(self.requests) >= count)
         return self.requests
 
-    def finish(self, request: GenerationRequest, sample: int, *, reason: FinishReason = FinishReason.STOP) -> None:
+    def finish(
+        self,
+        request: GenerationRequest,
+        sample: int,
+        *,
+        reason: FinishReason = FinishReason.STOP,
+        segments: tuple[Segment, ...] = (),
+    ) -> None:
         """End one sample with as many tokens as its number says, plus one."""
         tokens = sample + 1
         completion = Completion(
@@ -66,7 +73,11 @@ class FakeEngine:
             spans=(VersionSpan(start=0, end=tokens, weights=self.weights),),
             queued_s=0.5,
             engine_s=1.5,
+            segments=segments,
         )
+        self._outbox.put_nowait(completion)
+
+    def give(self, completion: Completion) -> None:
         self._outbox.put_nowait(completion)
 
     def fail(self, request: GenerationRequest, samples: tuple[int, ...], *, retryable: bool = True) -> None:

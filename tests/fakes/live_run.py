@@ -125,6 +125,12 @@ class LiveRun:
         end_s = time.monotonic() + seconds
         self.wait_until(lambda: time.monotonic() >= end_s, f"{seconds:.0f} s passed", timeout_s=seconds + 60.0)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its supervisor lives. Looks for new processes of the run, too."""
+        self._notice()
+        return self._ended() is None
+
     def _ended(self) -> int | None:
         """The supervisor's exit code once it has ended."""
         assert self._process is not None

@@ -22,13 +22,14 @@ from transport.contracts.types import (
     Column,
     FinishReason,
     GroupId,
+    Segment,
     VersionSpan,
     WeightIdentity,
     WorkerId,
     group_id,
     row_id,
 )
-from transport.rows.columns import RowStore, encode_array
+from transport.rows.columns import RowStore, encode_array, loss_mask
 
 GROUP = group_id(0, 0)
 PROMPT = [5, 6, 7]
@@ -75,24 +76,30 @@ async def admit(
     await broker.commit(Commit(groups=[GroupWrite(group_id=group, size=size, columns=columns)]))
 
 
-async def generate(broker: Broker, *responses: list[int], group: GroupId = GROUP) -> None:
-    rows = [_row(group, sample, ids) for sample, ids in enumerate(responses)]
+async def generate(
+    broker: Broker, *responses: list[int], group: GroupId = GROUP, segments: tuple[Segment, ...] = ()
+) -> None:
+    """segments: of each of them."""
+    rows = [_row(group, sample, ids, segments) for sample, ids in enumerate(responses)]
     await RowStore(broker).commit(Commit(rows=rows))
 
 
-def _row(group: GroupId, sample: int, ids: list[int]) -> RowWrite:
+def _row(group: GroupId, sample: int, ids: list[int], segments: tuple[Segment, ...]) -> RowWrite:
     info = RolloutInfo(
         worker_id=WorkerId("generate-0.1"),
         finish_reason=FinishReason.STOP,
         prompt_tokens=len(PROMPT),
         response_tokens=len(ids),
         spans=(VersionSpan(start=0, end=len(ids), weights=WeightIdentity(epoch=1, version=0)),),
+        segments=segments,
     )
     columns = {
         Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, ids),
         Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, [-1.0] * len(ids)),
         Column.ROLLOUT_INFO: encode(info),
     }
+    if segments:
+        columns[Column.LOSS_MASK] = encode_array(Column.LOSS_MASK, loss_mask(segments))
     return RowWrite(row_id=row_id(group, sample), columns=columns)
 
 

@@ -30,6 +30,8 @@ from transport.contracts.settings import (
 from transport.contracts.types import (
     Column,
     RunName,
+    Segment,
+    SegmentKind,
     WorkerId,
     group_id,
     row_id,
@@ -142,6 +144,24 @@ async def test_what_long_responses_lose_is_in_the_advantages_and_not_in_the_rewa
     rows = await broker.read_rows([row_id(GROUP, sample) for sample in range(3)], list(Column))
     advantages = [decode_scalar(Column.ADVANTAGE, row[Column.ADVANTAGE]) for row in rows]
     assert advantages == pytest.approx(group_advantages([0.0, 0.0, -0.8]).tolist(), abs=1e-5)
+
+
+async def test_what_the_environment_wrote_earns_nothing(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+) -> None:
+    """The right answer stands in a tool's tokens, and the policy's are "dunno"."""
+    said, told = tokenize("dunno "), tokenize("answer: 12")
+    ends = (len(said), len(said) + len(told))
+    segments = tuple(
+        Segment(kind=kind, end=end) for kind, end in zip((SegmentKind.POLICY, SegmentKind.TOOL), ends, strict=True)
+    )
+    await admit(broker, {"answer": "12"})
+    await generate(broker, *[said + told] * 3, segments=segments)
+    async with running(worker_for(broker, settings_for(), model_dir, clock)):
+        _, event = await next_event(broker)
+    assert isinstance(event, GroupScored)
+    assert (event.rewards, event.response_tokens) == ((0.0,) * 3, (ends[1],) * 3)
+    assert event.environment_tokens == 3 * len(told)
 
 
 async def test_a_group_is_scored_and_told_exactly(

@@ -185,7 +185,8 @@ def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
 
 
 def test_every_preset_resolves():
-    assert preset_names() == ["code", "gsm8k", "ppo", "service", "sft", "smollm2", "smollm2-hard", "tiny"]
+    known = ["code", "gsm8k", "ppo", "service", "sft", "smollm2", "smollm2-hard", "tiny", "two_turn_tool"]
+    assert preset_names() == known
     for name in preset_names():
         data = ["data.path=rows.jsonl"] if name == "gsm8k" else []
         assert resolve(name, [], data, {}).settings.run.name == name
@@ -726,3 +727,11 @@ def test_the_schema_is_what_the_fields_say():
         return sum(count(one) if isinstance(one, Section) else 1 for one in inside)
 
     assert len(FIELDS) == count(Settings())
+
+
+def test_what_an_environment_cannot_be_is_refused():
+    assert 'must be "calculator" or module:function, not "solver"' in error_of("environment.name=solver")
+    assert "a service answers in one turn" in error_of("environment.name=calculator", preset="service")
+    assert "is where a module:function lies" in error_of("environment.path=mine", preset="tiny")
+    too_long = error_of("environment.name=calculator", "environment.max_turn_tokens=99", preset="tiny")
+    assert "must be at most sampling.max_new_tokens, which bounds the whole episode" in too_long

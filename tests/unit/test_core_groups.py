@@ -9,6 +9,7 @@ from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import (
     AbortRollouts,
     AdmitGroups,
+    CloseMiniBatch,
     Command,
     DispatchGroups,
     GroupPlan,
@@ -298,6 +299,17 @@ def test_scores_prove_rows_that_were_never_told_of():
     assert [abort.group_ids for abort in commands if isinstance(abort, AbortRollouts)] == [(G0,)]
     assert groups_of(world.rounds_of(0)) == [G0]
     assert not any(isinstance(one, TrainRound) for one in world.tell(scored)), "a repeated score is ignored"
+
+
+def test_a_mini_batch_counts_what_the_policy_chose_and_a_round_all_that_is_computed():
+    world = ready_world(core(groups_per_batch=1))
+    finish_group(world, W0, G0)
+    told = GroupScored(group_id=G0, rewards=(0.0, 1.0), response_tokens=(3, 4), signal=True, environment_tokens=5)
+    commands = world.tell(told)
+    (close,) = [one for one in commands if isinstance(one, CloseMiniBatch)]
+    ((rows,),) = [rank for one in commands if isinstance(one, TrainRound) for rank in one.ranks]
+    prompt_tokens = 2  # of the first one, see PipelineWorld
+    assert (close.num_tokens, rows.num_tokens) == (2, prompt_tokens + 7)
 
 
 def test_an_admission_is_outstanding_until_a_row_of_each_group_is_seen():

@@ -36,7 +36,7 @@ def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: 
     for score, end in groups:
         log.observe(score, [end], 0.5)
     log.observe(ended("0/0/0"), [], 1.0)
-    valued = msgspec.structs.replace(scored("0/0", (1.0, 0.0)), value_versions=(0, 0))
+    valued = msgspec.structs.replace(scored("0/0", (1.0, 0.0)), value_versions=(0, 0), environment_tokens=1)
     log.observe(valued, [training(0, "0/0")], 1.5)
     found = ValueMetrics(tokens=2.0, returns=1.0, return_squares=1.0).means()
     of_critic = msgspec.structs.replace(step(0), metrics=found | dict.fromkeys(OF_CRITIC, 0.0))

@@ -17,7 +17,16 @@ from transport.contracts.messages import (
     rollout_info_decoder,
 )
 from transport.contracts.settings import DataSettings
-from transport.contracts.types import Column, FinishReason, RowId, SamplingParams, evaluation_id, group_id
+from transport.contracts.types import (
+    Column,
+    FinishReason,
+    RowId,
+    SamplingParams,
+    Segment,
+    SegmentKind,
+    evaluation_id,
+    group_id,
+)
 from transport.rows.columns import decode_array
 from workers.errors import EngineCrashedError
 from workers.generation.given import GivenResponses
@@ -134,6 +143,22 @@ async def test_each_sample_is_a_row_at_once_and_the_last_one_acknowledges_the_pl
         world.engine.finish(request, 0)
         await world.events(1)
         assert await world.unacknowledged() == []
+
+
+async def test_a_row_says_who_chose_its_tokens():
+    segments = (Segment(kind=SegmentKind.POLICY, end=1), Segment(kind=SegmentKind.TOOL, end=2))
+    async with running() as world:
+        await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        world.engine.finish(request, 1, segments=segments)
+        world.engine.finish(request, 0)
+        mixed, plain = await world.events(2)
+    assert (mixed.response_tokens, mixed.environment_tokens, mixed.policy_tokens) == (2, 1, 1)
+    assert (plain.response_tokens, plain.environment_tokens) == (1, 0)
+    episode, own = await world.broker.read_rows([mixed.row_id, plain.row_id], list(Column))
+    assert decode_array(Column.LOSS_MASK, episode[Column.LOSS_MASK]).tolist() == [1, 0]
+    assert rollout_info_decoder.decode(episode[Column.ROLLOUT_INFO]).segments == segments
+    assert Column.LOSS_MASK not in own, "what the policy chose alone is written as ever"
 
 
 async def test_the_ack_never_overtakes_a_row_when_several_are_ready():

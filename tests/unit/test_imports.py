@@ -128,11 +128,13 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "workers/trainer",
         "workers/trainer/policy",
     ),
+    "workers/environments": (*WORKER, "workers/generation", "workers/scoring"),
     "workers/storage": WORKER,
     "workers/client": WORKER,
     "workers/commands": (
         *WORKER,
         "workers/algorithms",
+        "workers/environments",
         "workers/user_functions",
         "workers/generation/*",
         "workers/critic",
@@ -190,6 +192,7 @@ CATCH_ALL = {
     "workers/generation/server/loader.py",  # a server ends as a whole when a loader raises
     "workers/scoring/rewards.py",  # foreign code: the guard of one unit of scoring
     "workers/scoring/code_grader.py",  # foreign code in a jail: what an answer or its tests raise fails the test
+    "workers/environments/environment.py",  # foreign code: the guard of one call
 }
 """The named guards. Anywhere else ``except Exception`` hides a bug, unless it cleans up and raises again."""
 

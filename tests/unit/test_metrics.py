@@ -116,6 +116,15 @@ def test_a_batch_is_summed_up_when_its_step_is_done(tmp_path: Path):
     assert read_metrics(tmp_path / "metrics.jsonl") == [line]
 
 
+def test_tokens_of_an_environment_are_of_the_response_and_were_not_generated(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    rows = [msgspec.structs.replace(ended(f"0/0/{sample}"), environment_tokens=3) for sample in (0, 1)]
+    score = msgspec.structs.replace(scored("0/0", (1.0, 0.0)), environment_tokens=6)
+    line = line_of(log, *rows, score, step(0, tokens=2), commands=[training(0, "0/0")])
+    assert (line["tokens_generated"], line["tokens_trained"]) == (2, 2)
+    assert (line["response_tokens"], line["environment_share"]) == (4, 0.75)
+
+
 def test_a_row_that_is_generated_again_is_trained_once_and_counts_as_it_was_last(tmp_path: Path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     first = [ended("0/0/0", cut=True), ended("0/0/1", cut=True), scored("0/0", (0.0, 0.0), tokens=9)]

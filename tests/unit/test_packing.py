@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -44,6 +44,17 @@ def test_masked_tokens_are_inputs_but_no_targets() -> None:
     assert batch.predictor_N.tolist() == [2, 4, 6]
     assert batch.tokens.weights_N.tolist() == pytest.approx([1 / 3] * 3)
     assert sum(batch.row_lengths) == 3
+
+
+def test_a_mask_of_ones_is_no_mask() -> None:
+    (group,) = make_groups(prompt_tokens=(3,), response_tokens=((5, 2),), all_columns=True)
+    masked = [replace(one, loss_mask=np.ones(len(one.response_ids), np.uint8)) for one in group.samples]
+    without, with_ones = (pack([replace(group, samples=samples)], "token_mean") for samples in (group.samples, masked))
+    assert without.row_lengths == with_ones.row_lengths
+    for name in ("predictor_N", "target_N"):
+        assert torch.equal(getattr(without, name), getattr(with_ones, name))
+    for field in fields(without.tokens):
+        assert torch.equal(getattr(without.tokens, field.name), getattr(with_ones.tokens, field.name))
 
 
 def test_columns_of_unequal_length_are_refused_by_row() -> None:

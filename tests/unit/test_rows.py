@@ -7,10 +7,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from transport.broker.base import Commit, GroupWrite, RowWrite
-from transport.contracts.messages import RolloutInfo, encode
-from transport.contracts.types import Column, FinishReason, GroupId, RowId, VersionSpan, WeightIdentity, WorkerId
+from transport.contracts.messages import RolloutInfo, encode, rollout_info_decoder
+from transport.contracts.types import (
+    Column,
+    FinishReason,
+    GroupId,
+    RowId,
+    Segment,
+    SegmentKind,
+    VersionSpan,
+    WeightIdentity,
+    WorkerId,
+)
 from transport.errors import MessageError
-from transport.rows.columns import check_columns, check_commit, decode_array, decode_scalar, encode_array
+from transport.rows.columns import check_columns, check_commit, decode_array, decode_scalar, encode_array, loss_mask
 
 
 @given(arrays(np.int32, st.integers(0, 50)))
@@ -51,7 +61,7 @@ IDS = encode_array(Column.RESPONSE_IDS, [1, 2])
 LOGPROBS = encode_array(Column.ROLLOUT_LOGPROBS, [-0.5, -1.0])
 
 
-def info(response_tokens: int, *ends: int) -> bytes:
+def info(response_tokens: int, *ends: int, segments: tuple[Segment, ...] = ()) -> bytes:
     spans = [
         VersionSpan(start=start, end=end, weights=WeightIdentity(epoch=1, version=0))
         for start, end in zip((0, *ends), ends, strict=False)
@@ -63,7 +73,21 @@ def info(response_tokens: int, *ends: int) -> bytes:
             prompt_tokens=3,
             response_tokens=response_tokens,
             spans=tuple(spans),
+            segments=segments,
         )
+    )
+
+
+LONG = (Segment(kind=SegmentKind.POLICY, end=2**40),)
+CALLED = (Segment(kind=SegmentKind.POLICY, end=1), Segment(kind=SegmentKind.TOOL, end=2))
+
+
+def test_a_loss_mask_is_what_the_segments_say() -> None:
+    assert loss_mask((*CALLED, Segment(kind=SegmentKind.POLICY, end=5))).tolist() == [1, 0, 1, 1, 1]
+    told = rollout_info_decoder.decode(info(2, 2, segments=CALLED))
+    assert (told.environment_tokens, rollout_info_decoder.decode(info(2, 2)).environment_tokens) == (1, 0)
+    check_columns(
+        {Column.RESPONSE_IDS: IDS, Column.LOSS_MASK: b"\x01\0", Column.ROLLOUT_INFO: info(2, 2, segments=CALLED)}
     )
 
 
@@ -94,6 +118,14 @@ def test_columns_that_fit_together_pass() -> None:
         ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: info(2, 1)}, "spans up to 1"),
         ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: info(2, 2, 2)}, "follow one another"),
         ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: b"junk"}, "not a valid message"),
+        ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: info(2, 2, segments=CALLED[:1])}, r"end at \[1\]"),
+        ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: info(2, 2, segments=(*CALLED[1:],) * 2)}, r"end at \[2, 2\]"),
+        ({Column.RESPONSE_IDS: IDS, Column.ROLLOUT_INFO: info(2, 2, segments=CALLED)}, "not what its segments say"),
+        ({Column.LOSS_MASK: b"\x01", Column.ROLLOUT_INFO: info(2**40, 2**40, segments=LONG)}, "of 1 tokens says"),
+        (
+            {Column.LOSS_MASK: b"\x01\x01", Column.ROLLOUT_INFO: info(2, 2, segments=CALLED)},
+            "not what its segments say",
+        ),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(columns: dict[Column, bytes], message: str) -> None:

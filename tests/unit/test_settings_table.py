@@ -33,7 +33,7 @@ def test_every_setting_stands_in_the_table_with_default_unit_and_reason():
 COUNTED = re.compile(
     r"batches|batch\b|groups|samples|prompts|problems|tokens|versions|workers|ranks|processes|threads|slots|steps|passes"
     r"|attempts|dispatches|units|replacements|restarts|checkpoints|requests|seconds|share|ratio|reward|factor|rate|norm"
-    r"|seed|port|softmax|logprob|GPUs|parts|stages|dimensions"
+    r"|turns|seed|port|softmax|logprob|GPUs|parts|stages|dimensions"
 )
 
 

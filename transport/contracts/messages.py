@@ -24,6 +24,8 @@ from transport.contracts.types import (
     PromptId,
     SamplingParams,
     Seconds,
+    Segment,
+    SegmentKind,
     Struct,
     VersionSpan,
     WeightIdentity,
@@ -125,6 +127,15 @@ class RolloutInfo(Struct, frozen=True, kw_only=True):
     attempt: int = 0
     queued_s: float = 0.0  # from claim to admission into a slot
     engine_s: float = 0.0  # from there to the end
+    segments: tuple[Segment, ...] = ()  # in order, covering [0, response_tokens); none: all of it is the policy's
+    reward: Finite | None = None  # that its environment gave
+
+    @property
+    def environment_tokens(self) -> int:
+        """Response tokens that the policy did not choose."""
+        starts = (0, *(segment.end for segment in self.segments))
+        of_each = zip(self.segments, starts, strict=False)
+        return sum(one.end - start for one, start in of_each if one.kind is not SegmentKind.POLICY)
 
 
 class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
@@ -139,6 +150,11 @@ class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
     num_bytes: Count = 0
     queued_s: Seconds = 0.0  # as in RolloutInfo
     engine_s: Seconds = 0.0
+    environment_tokens: Count = 0  # of response_tokens, those that the policy did not choose
+
+    @property
+    def policy_tokens(self) -> int:
+        return max(0, self.response_tokens - self.environment_tokens)
 
 
 class RolloutFailed(Struct, frozen=True, kw_only=True, tag=True):
@@ -160,6 +176,7 @@ class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
     signal: bool  # rewards differ, so the group carries a gradient
     components: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # mean of each named one of a reward
     value_versions: tuple[Count, ...] = ()  # of the critic that valued each sample; without one ()
+    environment_tokens: Count = 0  # of all response_tokens together, those that the policy did not choose
 
 
 class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):

@@ -57,6 +57,9 @@ LossName = Annotated[
 FunctionName = Annotated[
     str, Meta(pattern=r"^(|code|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='module:function, or "code"')
 ]
+EnvironmentName = Annotated[
+    str, Meta(pattern=r"^(|calculator|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='"calculator" or module:function')
+]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda or cuda:<n>")]
 GpuNumbers = Annotated[
     str,
@@ -213,6 +216,24 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     environment: list[str] = msgspec.field(default_factory=list[str])  # names of variables that reward gets
     well_formed_reward: ShareOrNone = 0.1  # reward of a wrong answer in the asked form
     answer_marker: str = "Answer:"  # what precedes the answer in a response
+
+
+class EnvironmentSettings(Section, frozen=True, kw_only=True):
+    """What a response talks to, turn after turn: docs/agents.md.
+
+    An episode is a response, so sampling.max_new_tokens bounds all of it: its turns, and what the environment says.
+    """
+
+    name: EnvironmentName = ""  # "calculator", or "module:function", also named on the worker; empty: one turn, no talk
+    path: str = ""  # directory that a module:function is imported from; empty: only what is installed
+    params: dict[str, ParamValue] = msgspec.field(default_factory=dict[str, ParamValue])  # of the environment
+    max_turns: AtLeast1 = 4  # turns of the policy in an episode; after the last it ends
+    max_turn_tokens: AtLeast0 = 0  # tokens of one turn; 0: what the episode has left
+    timeout_s: Positive = 10.0  # for one call of it; what takes longer is ended and replayed
+    max_replays: AtLeast0 = 2  # failures of one call of an episode before it is generated again
+    processes: AtLeast1 = 2  # of each generation worker, which share its episodes; each answers one call at a time
+    jail: Literal["auto", "off"] = "auto"  # off: a module:function needs the network, a GPU or files of elsewhere
+    variables: list[str] = msgspec.field(default_factory=list[str])  # names of variables that a module:function gets
 
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo", "sft", "rft", "distill"]
@@ -515,6 +536,7 @@ class Settings(Section, frozen=True, kw_only=True):
     sampling: SamplingSettings = SamplingSettings()
     generation: GenerationSettings = GenerationSettings()
     scoring: ScoringSettings = ScoringSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     pipeline: PipelineSettings = PipelineSettings()

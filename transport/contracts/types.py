@@ -121,8 +121,23 @@ class WeightIdentity(Struct, frozen=True, kw_only=True, order=True):
         return f"e{self.epoch}v{self.version}" + (f":{self.digest[:8]}" if self.digest else "")
 
 
+class SegmentKind(StrEnum):
+    """Who chose the tokens of a segment. Only those of the policy are trained."""
+
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+    TOOL = "tool"
+
+
+class Segment(Struct, frozen=True, kw_only=True):
+    """Response tokens from the end of the segment before up to ``end`` were chosen by ``kind``."""
+
+    kind: SegmentKind
+    end: int
+
+
 class VersionSpan(Struct, frozen=True, kw_only=True):
-    """Response tokens ``[start, end)`` were sampled under ``weights``."""
+    """Response tokens ``[start, end)`` were sampled under ``weights``; what nobody sampled stands with what was."""
 
     start: int
     end: int
@@ -167,7 +182,7 @@ class Column(StrEnum):
     TASK_ENTRY = "task_entry"  # JSON: what the reward function needs (answer, metadata)
     # of the row, written by the generation worker in one atomic step
     RESPONSE_IDS = "response_ids"  # int32 [R]
-    ROLLOUT_LOGPROBS = "rollout_logprobs"  # float32 [R], log_softmax(logits / temperature) of the sampled tokens
+    ROLLOUT_LOGPROBS = "rollout_logprobs"  # float32 [R], log_softmax(logits / temperature) of what the policy sampled
     LOSS_MASK = "loss_mask"  # uint8 [R], 1 where the policy chose the token; absent means all ones
     ROLLOUT_INFO = "rollout_info"  # MessagePack of messages.RolloutInfo
     # of the row, written by scoring

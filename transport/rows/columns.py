@@ -16,6 +16,7 @@ what ``decode_value`` returns has exactly the shape, type and elements that were
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,8 +29,8 @@ from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
 from transport.broker.base import Broker, Commit, CommitResult, check_block
-from transport.contracts.messages import rollout_info_decoder
-from transport.contracts.types import MAX_DIMENSIONS, USER_PREFIX, Column, GroupId, RowId
+from transport.contracts.messages import RolloutInfo, rollout_info_decoder
+from transport.contracts.types import MAX_DIMENSIONS, USER_PREFIX, Column, GroupId, RowId, Segment, SegmentKind
 from transport.errors import MessageError
 
 COLUMN_DTYPES: Mapping[Column, np.dtype[Any]] = {
@@ -294,18 +295,28 @@ def check_columns(columns: Mapping[Column, bytes]) -> None:
         raise MessageError(f"columns of one row differ in length: {parts}")
     if lengths.get(Column.RESPONSE_IDS) == 0:
         raise MessageError("a response has no tokens")
-    if Column.LOSS_MASK in arrays and arrays[Column.LOSS_MASK].max(initial=0) > 1:
+    mask = arrays.get(Column.LOSS_MASK)
+    if mask is not None and mask.max(initial=0) > 1:
         raise MessageError("a loss mask holds something else than 0 and 1")
     for column, raw in columns.items():
         if column.startswith(USER_PREFIX):
             decode_value(column, raw)
     if Column.ROLLOUT_INFO in columns:
-        _check_info(columns[Column.ROLLOUT_INFO], lengths.get(Column.RESPONSE_IDS))
+        info = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO])
+        _check_info(info, next(iter(lengths.values()), None))
+        if info.segments and (mask is None or not np.array_equal(mask, loss_mask(info.segments))):
+            raise MessageError("the loss mask of a row is not what its segments say")
 
 
-def _check_info(raw: bytes, num_tokens: int | None) -> None:
-    """Spans cover the response without gap or overlap, and it has as many tokens as it says."""
-    info = rollout_info_decoder.decode(raw)
+def loss_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
+    """[R] uint8 of a response of these segments: 1 where the policy chose the token."""
+    starts = (0, *(segment.end for segment in segments))
+    lengths = [segment.end - start for segment, start in zip(segments, starts, strict=False)]
+    return np.repeat(np.array([one.kind is SegmentKind.POLICY for one in segments], np.uint8), lengths)
+
+
+def _check_info(info: RolloutInfo, num_tokens: int | None) -> None:
+    """Spans cover the response without gap or overlap, segments too, and it has as many tokens as it says."""
     end = 0
     for span in info.spans:
         if span.start != end or span.end <= span.start:
@@ -313,6 +324,9 @@ def _check_info(raw: bytes, num_tokens: int | None) -> None:
         end = span.end
     if end != info.response_tokens or num_tokens not in (None, end):
         raise MessageError(f"a row of {num_tokens} tokens says {info.response_tokens} and has spans up to {end}")
+    ends = [0, *(segment.end for segment in info.segments)]
+    if len(ends) > 1 and (ends[-1] != end or any(b <= a for a, b in itertools.pairwise(ends))):
+        raise MessageError(f"segments of a row of {end} tokens end at {ends[1:]}")
 
 
 def check_commit(commit: Commit) -> None:

@@ -138,8 +138,12 @@ async def generation_worker(
     trust_remote_code: bool,
     secret: bytes,
     server: ServerChoice,
+    environment: str = "",
+    environment_path: str = "",
 ) -> Worker:
     """A generation worker with the engine that the run names. secret: shared with the trainer, for its weights.
+
+    environment, environment_path: "module:function" that this machine allows, and where it lies.
 
     An emulated one imports no torch, so that it starts in well under a second.
     """
@@ -156,6 +160,8 @@ async def generation_worker(
         )
     log_path = run_dir / "logs" / f"{generation.engine}-{worker_id.partition('.')[0]}.log"
     engine = engine_of(settings, model_dir, log_path, trust_remote_code, server)
+    if settings.environment.name:
+        engine = await with_environment(engine, settings, model_dir, environment, environment_path)
     from transport.tensors.relay import Relay
     from workers.weights.pull import WeightPuller
 
@@ -188,6 +194,21 @@ async def generation_worker(
         given=given,
         relay=relay,
     )
+
+
+async def with_environment(
+    engine: GenerationEngine, settings: Settings, model_dir: Path, allowed: str, path: str
+) -> GenerationEngine:
+    """The engine whose samples are episodes. allowed, path: see ``environment_setup``. Raises EnvironmentSetupError."""
+    from workers.environments.encoder import ObservationEncoder
+    from workers.environments.engine import EpisodeEngine
+    from workers.environments.pool import EnvironmentPool, environment_setup
+    from workers.scoring.jail import hide_from_children
+
+    hide_from_children()
+    pool = EnvironmentPool(settings, environment_setup(settings, allowed, path))
+    encoder = await asyncio.to_thread(ObservationEncoder.of, model_dir, templated=settings.data.chat_template)
+    return EpisodeEngine(engine, pool, encoder, settings.environment)
 
 
 def engine_of(

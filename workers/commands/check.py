@@ -13,7 +13,8 @@ import shutil
 
 from transport.contracts.messages import TrialRows
 from transport.contracts.settings import SERVER_ENGINES, AlgorithmSettings, GenerationSettings, Settings
-from workers.errors import ModelError
+from workers.environments.pool import EnvironmentPool, environment_setup
+from workers.errors import EnvironmentFailedError, EnvironmentSetupError, ModelError
 from workers.models import choose_device
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
@@ -21,9 +22,9 @@ from workers.user_functions.advantage import own_advantage
 
 
 def check_workers(settings: Settings, trial: TrialRows) -> None:
-    """trial: rows to try the reward on; none where it was tried before.
+    """trial: rows to try reward and environment on; none where they were tried before.
 
-    Raises: ModelError, RewardSetupError, AlgorithmError.
+    Raises: ModelError, RewardSetupError, AlgorithmError, EnvironmentSetupError.
     """
     generation, trainer = settings.generation, settings.trainer
     _check_engine(generation)
@@ -36,6 +37,8 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
     _try_functions(settings.algorithm, settings)
     if settings.scoring.reward:
         asyncio.run(_try_reward(settings, trial))
+    if settings.environment.name:
+        asyncio.run(_try_environment(settings, trial))
 
 
 def _try_functions(algorithm: AlgorithmSettings, settings: Settings) -> None:
@@ -73,3 +76,26 @@ async def _try_reward(settings: Settings, trial: TrialRows) -> None:
         await pool.start(samples)
     finally:
         await pool.close()
+
+
+async def _try_environment(settings: Settings, trial: TrialRows) -> None:
+    """It may fail to begin on a hard row; one that fails on all of ``trial`` would fail throughout the run."""
+    environment = settings.environment
+    pool = EnvironmentPool(settings, environment_setup(settings, environment.name, environment.path))
+    failures: list[str] = []
+    try:
+        await pool.start()
+        for row in trial.rows:
+            try:
+                await pool.open().reset(row.prompt, row.entry.encode())
+            except EnvironmentFailedError as error:
+                failures.append(str(error))
+            else:
+                return
+    finally:
+        await pool.close()
+    if failures:
+        raise EnvironmentSetupError(
+            f"environment {environment.name!r} was tried on {len(failures)} rows of the data and began none: "
+            f"{failures[0]}"
+        )

@@ -76,6 +76,11 @@ def evaluate_run(
     RewardSetupError.
     """
     settings = read_settings(run_dir)
+    if settings.environment.name:
+        raise RunFilesError(
+            f"the answers of run {settings.run.name!r} are episodes (environment.name), and this command asks for one "
+            "turn: have the run evaluate itself (eval.every)"
+        )
     problems = _read_problems(run_dir / "eval.jsonl")
     spec = reward_spec(settings, reward, reward_path)
     drawn = (settings.sampling.temperature if samples > 1 else 0.0) if temperature is None else temperature

@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, Segment, VersionSpan, WeightIdentity
 from workers.errors import EngineCrashedError, StreamError
 from workers.models import load_detokenizer
 
@@ -41,6 +41,7 @@ class GenerationRequest:
     priority: higher is admitted first.
     limits: empty, or for each of ``samples`` its own limit of new tokens, at most sampling.max_new_tokens: with
     ignore_eos it replays recorded lengths exactly.
+    prompt_text, entry: of the group, for an environment; not read by an engine.
     """
 
     group_id: GroupId
@@ -50,6 +51,8 @@ class GenerationRequest:
     priority: float = 0.0
     attempt: int = 0
     limits: Sequence[int] = ()
+    prompt_text: str = ""
+    entry: bytes = b""
 
     @property
     def key(self) -> tuple[GroupId, int]:
@@ -97,8 +100,11 @@ class Completion:
 
     response_ids: [R] int32, the stop token included.
     logprobs: [R] float32, of each sampled token under log_softmax(logits / temperature), before top-p and top-k cut the
-    tail (temperature 0 counts as 1); the trainer computes the same, so that their ratio is the policies' ratio.
+    tail (temperature 0 counts as 1); the trainer computes the same, so that their ratio is the policies' ratio. 0 where
+    nothing was sampled.
     spans: weights of each token, in order, covering [0, R).
+    segments: who chose which tokens, in order, covering [0, R); none: the policy chose all.
+    reward: what an environment gave, None where none did.
     """
 
     group_id: GroupId
@@ -110,6 +116,8 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     queued_s: float
     engine_s: float
+    segments: tuple[Segment, ...] = ()
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

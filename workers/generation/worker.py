@@ -16,8 +16,9 @@ report never misses a group that is at work; ``WeightsLoaded`` is reported only 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ from transport.contracts.types import (
 from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
-from transport.rows.columns import RowStore, decode_array, encode_array
+from transport.rows.columns import RowStore, decode_array, encode_array, loss_mask
 from transport.tensors.relay import Relay
 from workers.generation.engine import (
     BASE_WEIGHTS,
@@ -179,12 +180,16 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
         attempt=completion.attempt,
         queued_s=completion.queued_s,
         engine_s=completion.engine_s,
+        segments=completion.segments,
+        reward=completion.reward,
     )
     columns = {
         Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, completion.response_ids),
         Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, completion.logprobs),
         Column.ROLLOUT_INFO: encode(info),
     }
+    if completion.segments:
+        columns[Column.LOSS_MASK] = encode_array(Column.LOSS_MASK, loss_mask(completion.segments))
     row = row_id(completion.group_id, completion.sample)
     finished = RolloutFinished(
         row_id=row,
@@ -196,6 +201,7 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
         num_bytes=sum(map(len, columns.values())),
         queued_s=completion.queued_s,
         engine_s=completion.engine_s,
+        environment_tokens=info.environment_tokens,
     )
     append = event_append(
         finished,
@@ -356,7 +362,9 @@ class GenerationWorker:
                 await self._accept(await self._leases.claim(-(-room // group_size), wait_s=WAIT_S))
             else:
                 self._room.clear()
-                await self._room.wait()
+                with contextlib.suppress(TimeoutError):  # room that a waiting episode leaves is looked at, not told of
+                    async with asyncio.timeout(WAIT_S):
+                        await self._room.wait()
 
     async def _accept(self, deliveries: Sequence[Delivery]) -> None:
         """Take over claimed plans: nothing is awaited before all are held, or a report could miss one."""
@@ -378,6 +386,8 @@ class GenerationWorker:
     async def _start(self, accepted: Sequence[HeldPlan]) -> None:
         """Read the prompts and submit; a plan that cannot start fails or ends here."""
         wanted = [Column.PROMPT_IDS, *([] if self._given is None else [Column.TASK_ENTRY])]
+        if self._settings.environment.name:
+            wanted = [Column.PROMPT_IDS, Column.PROMPT_TEXT, Column.TASK_ENTRY]
         columns = await self._rows.read_groups([held.plan.group_id for held in accepted], wanted)
         written: list[Result] = []
         for held, group in zip(accepted, columns, strict=True):
@@ -390,7 +400,7 @@ class GenerationWorker:
                     raise MessageError("the broker does not have it")
                 held.prompt_tokens = len(prompt_ids)
                 if self._given is None or is_evaluation(held.plan.group_id):
-                    self._submit(held, prompt_ids)
+                    self._submit(held, prompt_ids, group)
                 else:
                     entry = group.get(Column.TASK_ENTRY, b"")
                     written += self._completions(held, entry, self._given)
@@ -403,7 +413,7 @@ class GenerationWorker:
         plan, weights = held.plan, self._updates.served or BASE_WEIGHTS
         return [given.completion(plan.group_id, sample, plan.attempt, entry, weights) for sample in plan.samples]
 
-    def _submit(self, held: HeldPlan, prompt_ids: NDArray[np.int32]) -> None:
+    def _submit(self, held: HeldPlan, prompt_ids: NDArray[np.int32], group: Mapping[Column, bytes]) -> None:
         plan = held.plan
         sampling = plan.sampling or self._settings.sampling
         temperature = sampling.temperature
@@ -426,6 +436,8 @@ class GenerationWorker:
                 priority=plan.priority,
                 attempt=plan.attempt,
                 limits=self._lengths.limits(plan.group_id, plan.samples) if self._lengths else (),
+                prompt_text=group.get(Column.PROMPT_TEXT, b"").decode(errors="replace"),
+                entry=group.get(Column.TASK_ENTRY, b""),
             )
         )
 

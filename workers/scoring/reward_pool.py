@@ -15,12 +15,7 @@ batch where that as a whole took too long.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -33,8 +28,9 @@ from transport.contracts.settings import Settings
 from transport.process.programs import python_module
 from transport.process.secret import own_directories
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
+from workers.scoring.child import GRACE_S, ChildProcess, child_environment
 from workers.scoring.code import CodePool
-from workers.scoring.jail import Jail, clean_environment
+from workers.scoring.jail import Jail
 from workers.scoring.rewards import (
     Failed,
     Ready,
@@ -45,18 +41,14 @@ from workers.scoring.rewards import (
     ScoreRequest,
     Scores,
     Setup,
-    frame,
 )
 
 log = structlog.get_logger(__name__)
 
 STARTUP_S = 120.0
 """Importing reasoning_gym takes 2-3 s of CPU; on a machine with ten busy processes and a cold disk, much more."""
-GRACE_S = 1.0
-"""The child ends itself at the limit (and says where it hung); this much later it is killed."""
 MEMORY_BYTES = 4 * 1024**3
 """Address space of a child; reasoning_gym and what it imports take .4 GiB of it."""
-MAX_ANSWER_BYTES = 1024 * 1024
 MAX_BATCH = 16
 """Samples in one call of a reward that takes a batch: as many as a worker holds (worker.AT_ONCE)."""
 
@@ -67,32 +59,21 @@ Answer: TypeAlias = Ready | Scores | Failed
 _decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(cast("type[Answer]", Answer))
 
 
-class RewardChild:
-    """One child process, alive or not; one request at a time.
-
-    jail: what it is started in, None where there is none.  allowed: names of variables that it gets.
-    """
+class RewardChild(ChildProcess):
+    """One child process that computes rewards. allowed: names of variables that it gets."""
 
     def __init__(self, setup: Setup, jail: Jail | None = None, allowed: Sequence[str] = ()) -> None:
+        super().__init__(jail)
         self._setup = setup
-        self._jail = jail
         self._allowed = allowed
-        self._process: Process | None = None
         self.takes_batches = False
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
 
     async def start(self) -> None:
         """Start the child and wait until the reward is imported. Raises RewardSetupError if it cannot be."""
-        command = COMMAND if self._jail is None else self._jail.command(COMMAND)
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, env=_environment(self._allowed), start_new_session=True
-        )
+        await self.spawn(COMMAND, self._allowed)
         ready = False
         try:
-            answer = await self._exchange(self._setup, STARTUP_S)
+            answer = await self._ask(self._setup, STARTUP_S)
             if not isinstance(answer, Ready):
                 invalid = "the reward's process sent an invalid answer"
                 raise RewardSetupError(answer.reason if isinstance(answer, Failed) else invalid)
@@ -100,7 +81,7 @@ class RewardChild:
         except TimeoutError:
             raise RewardSetupError(f"the reward was not ready after {STARTUP_S:.0f} s") from None
         except (OSError, asyncio.IncompleteReadError):
-            code = await self._ended()
+            code = await self.ended()
             name = self._setup.spec.function or "(own verifier)"
             raise RewardSetupError(f"the process of reward {name!r} ended with {code} before it was ready") from None
         except msgspec.MsgspecError as error:
@@ -123,7 +104,7 @@ class RewardChild:
         started_s = time.monotonic()
         answered = False
         try:
-            answer = await self._exchange(ScoreRequest(samples=list(samples)), self._setup.timeout_s + GRACE_S)
+            answer = await self._ask(ScoreRequest(samples=list(samples)), self._setup.timeout_s + GRACE_S)
             if not isinstance(answer, Scores) or len(answer.results) != len(samples):
                 raise RewardError("the reward's process sent an invalid answer")
             answered = True
@@ -131,7 +112,7 @@ class RewardChild:
         except TimeoutError:
             raise self._too_slow() from None
         except (OSError, asyncio.IncompleteReadError):
-            code = await self._ended()
+            code = await self.ended()
             if time.monotonic() - started_s >= self._setup.timeout_s:
                 raise self._too_slow() from None
             raise RewardError(f"the reward's process ended with {code}") from None
@@ -144,36 +125,8 @@ class RewardChild:
     def _too_slow(self) -> RewardTimeoutError:
         return RewardTimeoutError(f"the reward took longer than {self._setup.timeout_s:g} s (scoring.timeout_s)")
 
-    async def _exchange(self, message: msgspec.Struct, limit_s: float) -> Answer:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: PT018 PIPE
-        async with asyncio.timeout(limit_s):
-            process.stdin.write(frame(message))
-            await process.stdin.drain()
-            length = int.from_bytes(await process.stdout.readexactly(4), "big")
-            if length > MAX_ANSWER_BYTES:
-                raise msgspec.DecodeError(f"an answer of {length} bytes")
-            return _decoder.decode(await process.stdout.readexactly(length))
-
-    async def _ended(self) -> int | None:
-        """The exit code of a child that closed its stream: its own, if it ends by itself."""
-        if self._process is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await self._process.wait()
-        return await self.kill()
-
-    async def kill(self) -> int | None:
-        """End the child and what it started. Returns its exit code (negative: the signal), None when there was none."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # in a jail all ends with bubblewrap
-        if process.stdin is not None:
-            process.stdin.close()
-        code = await process.wait()
-        return 128 - code if self._jail is not None and code > 128 else code  # as bubblewrap reports a signal
+    async def _ask(self, message: msgspec.Struct, limit_s: float) -> Answer:
+        return _decoder.decode(await self.exchange(message, limit_s))
 
 
 class RewardPool:
@@ -232,7 +185,7 @@ class RewardPool:
         jail = Jail(readable=readable, hidden=(*self._hidden, *own_directories()))
         reason = 'scoring.jail is "off"'
         if self._wants_jail:
-            reason = await jail.why_not(COMMAND, _environment(self._environment))
+            reason = await jail.why_not(COMMAND, child_environment(self._environment))
         if not reason:
             return jail
         if self._spec.executes_answers:
@@ -334,11 +287,6 @@ async def _score_together(child: RewardChild, units: Sequence[_Unit]) -> bool:
     for (_, future), result in zip(units, results, strict=True):
         _settle(future, result)
     return True
-
-
-def _environment(allowed: Sequence[str]) -> dict[str, str]:
-    search = os.pathsep.join(filter(None, sys.path))
-    return {**clean_environment(os.environ, allowed), "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
 
 
 def _settle(future: asyncio.Future[Reward], result: Reward | RewardError) -> None:

@@ -9,7 +9,6 @@ model that cannot do the task yet has a first step to climb.
 The child is started by reward_pool.py as ``python -m workers.scoring.rewards``, in a jail where that works (jail.py),
 for some rewards once an answer: this module imports little.
 
-    frame = length (4 bytes, big-endian) | MessagePack
     parent: Setup once, then a ScoreRequest at a time;  child: Ready once, then Scores to each
 
 Owns: extraction, verification, the meaning of what a user's function returns, the child's end of the frames. Never:
@@ -25,12 +24,11 @@ import inspect
 import json
 import logging
 import math
-import os
 import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, BinaryIO, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
@@ -38,6 +36,7 @@ from transport.contracts.gym_tasks import refusal
 from transport.contracts.settings import ParamValue, Settings, data_parts
 from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import RewardError, RewardSetupError
+from workers.scoring.child import frame, own_streams, read_frame
 from workers.scoring.graders import OUR_GRADERS, Entry, Grade, forbid_code_from_text
 from workers.scoring.jail import confine
 from workers.user_functions.imports import find_in, import_function
@@ -410,20 +409,10 @@ class Scores(Struct, frozen=True, kw_only=True, tag=True):
 _request_decoder = msgspec.msgpack.Decoder(ScoreRequest)  # here: it makes code of annotations, which the guard refuses
 
 
-def frame(message: msgspec.Struct) -> bytes:
-    raw = msgspec.msgpack.encode(message)
-    return len(raw).to_bytes(4, "big") + raw
-
-
 def main() -> None:
-    """Serve until stdin ends. What a reward prints goes to stderr; code that reads from stdin gets nothing."""
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(devnull, 0)
-    os.close(devnull)
-    os.dup2(2, 1)
-    if not (raw := _read(requests)):  # tried only, whether it starts (Jail.why_not)
+    """Serve until stdin ends."""
+    requests, answers = own_streams()
+    if not (raw := read_frame(requests)):  # tried only, whether it starts (Jail.why_not)
         return
     setup = msgspec.msgpack.decode(raw, type=Setup)
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
@@ -437,14 +426,8 @@ def main() -> None:
     if not setup.spec.function:
         forbid_code_from_text()
     answers.write(frame(Ready(takes_batches=isinstance(scorer, UserReward) and scorer.takes_batches)))
-    while raw := _read(requests):
+    while raw := read_frame(requests):
         answers.write(frame(_answer(scorer, _request_decoder.decode(raw).samples, setup.timeout_s)))
-
-
-def _read(requests: BinaryIO) -> bytes:
-    """The next frame, b"" at the end."""
-    length = requests.read(4)
-    return requests.read(int.from_bytes(length, "big")) if len(length) == 4 else b""
 
 
 def _answer(scorer: Scorer, samples: list[Sample], timeout_s: float) -> Scores:

@@ -29,6 +29,7 @@ from workers.algorithms.advantage import has_signal, overlong_penalty
 from workers.models import Detokenize
 from workers.scoring.code import CodePool
 from workers.scoring.reward_pool import RewardPool
+from workers.scoring.rewards import Reward
 from workers.trainer.learner import PromptGroup, TrainingSample
 
 T = TypeVar("T")
@@ -55,7 +56,10 @@ def _lost_row(row_id: RowId, group: Mapping[Column, bytes], worker_id: WorkerId)
 
 
 class RewardTask:
-    """Scores one sample at a time; many may be in work together."""
+    """Scores one sample at a time, by what the policy wrote of it; many may be in work together.
+
+    One whose environment gave a reward has that one.
+    """
 
     def __init__(
         self, rows: RowStore, worker_id: WorkerId, pool: RewardPool | CodePool, detokenize: Detokenize
@@ -68,21 +72,30 @@ class RewardTask:
     async def __call__(self, unit: Unit) -> Commit:
         """Reward of one row. Raises RewardError; MessageError for columns that do not decode."""
         row_id = RowId(unit.unit_id)
-        (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS])
+        (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS, Column.LOSS_MASK, Column.ROLLOUT_INFO])
         (group,) = await self._rows.read_groups([unit.group_id], [Column.PROMPT_TEXT, Column.TASK_ENTRY])
         if Column.RESPONSE_IDS not in row or not group:
             return _lost_row(row_id, group, self._worker_id)
+        given = rollout_info_decoder.decode(row.get(Column.ROLLOUT_INFO, b"")).reward
+        if given is not None:
+            return _scored(row_id, Reward(value=given))
         try:
-            response = self._detokenize(decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS]).tolist())
+            ids = decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS])
+            if Column.LOSS_MASK in row:
+                ids = ids[decode_array(Column.LOSS_MASK, row[Column.LOSS_MASK]).astype(bool)]
+            response = self._detokenize(ids.tolist())
         except (OverflowError, IndexError) as error:
             raise MessageError(f"the response has ids that the tokenizer does not know: {error}") from error
         prompt = group.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
-        reward = await self._pool.score(prompt, response, group.get(Column.TASK_ENTRY, b""))
-        columns = {
-            Column.REWARD: encode_array(Column.REWARD, [reward.value]),
-            Column.REWARD_COMPONENTS: msgspec.json.encode(reward.components),
-        }
-        return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
+        return _scored(row_id, await self._pool.score(prompt, response, group.get(Column.TASK_ENTRY, b"")))
+
+
+def _scored(row_id: RowId, reward: Reward) -> Commit:
+    columns = {
+        Column.REWARD: encode_array(Column.REWARD, [reward.value]),
+        Column.REWARD_COMPONENTS: msgspec.json.encode(reward.components),
+    }
+    return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
 
 
 class AdvantageTask:
@@ -133,6 +146,7 @@ class AdvantageTask:
             signal=self._has_signal(shaped, found),
             components=_mean_components([*rows.values()]),
             value_versions=_value_versions([*rows.values()]),
+            environment_tokens=sum(info.environment_tokens for info in infos),
         )
         append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=f"{fmean(rewards):.4f}")
         writes = [

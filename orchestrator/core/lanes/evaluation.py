@@ -159,7 +159,7 @@ class EvaluationLane(GroupLane):
     # -- what differs in the life of a group
 
     def finished(self, group: Group, sample: int, event: RolloutFinished) -> None:
-        self.current.tokens += event.response_tokens
+        self.current.tokens += event.policy_tokens
         self.current.engine_s += event.engine_s
         super().finished(group, sample, event)
 

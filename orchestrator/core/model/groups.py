@@ -102,7 +102,8 @@ class Group(msgspec.Struct, kw_only=True):
     sampling: how its request, or its set of held-out problems, wants it sampled, None: as the settings say.
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where it is not known.
     rank: of the trainer, that got it last.
-    num_tokens: prompt once + responses.  loss_tokens: responses only.  Both are set when it was scored.
+    num_tokens: prompt once + responses.  loss_tokens: what the policy chose of the responses.  Both are set when it was
+    scored.
     """
 
     group_id: GroupId
@@ -167,11 +168,13 @@ class Group(msgspec.Struct, kw_only=True):
         """Whether it has such a sample, and no row of it."""
         return sample < len(self.tokens) and self.tokens[sample] == MISSING
 
-    def score(self, rewards: tuple[float, ...]) -> None:
+    def score(self, rewards: tuple[float, ...], environment_tokens: int) -> None:
+        """environment_tokens: of all its responses, those that the policy did not choose."""
         self.move(Stage.READY)
         self.rewards = rewards
-        self.loss_tokens = sum(self.tokens)
-        self.num_tokens = self.prompt_tokens + self.loss_tokens
+        responses = sum(self.tokens)
+        self.loss_tokens = max(0, responses - environment_tokens)
+        self.num_tokens = self.prompt_tokens + responses
 
 
 class PendingEntry(NamedTuple):

@@ -161,7 +161,7 @@ class TrainLane(GroupLane):
             withdraw(p, group, "its rows exist")
             group.tokens, group.num_missing = list(event.response_tokens), 0
         p.plans.remove(group)
-        group.score(event.rewards)
+        group.score(event.rewards, event.environment_tokens)
         if group.sent:
             return  # its rows were generated again for a round that is already on the log
         filtered = p.settings.drop_no_signal and not event.signal
@@ -279,7 +279,7 @@ class TrainLane(GroupLane):
         later.group_ids[later.group_ids.index(ready.group_id)] = runs.group_id
         runs.batch, ready.batch = later.index, earlier.index
         runs.mini_batch, ready.mini_batch = ready.mini_batch, runs.mini_batch
-        gained = ready.loss_tokens - runs.predicted_tokens * len(runs.tokens)
+        gained = sum(ready.tokens) - runs.predicted_tokens * len(runs.tokens)
         earlier.num_moved += 1
         earlier.moved_tokens += gained
         later.moved_tokens -= gained

@@ -1,0 +1,306 @@
+"""Environments in real child processes: what they do harms only their episode, and an episode outlives its process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import uvloop
+from transformers import AutoModelForCausalLM
+
+from orchestrator.config.load import render, resolve
+from tests.fakes.tiny_models import full_logprobs
+from transport.contracts.settings import EmulatedSettings, GenerationSettings, Settings
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, SegmentKind
+from transport.process.clock import MonotonicClock
+from transport.rows.columns import loss_mask
+from workers.commands.evaluate import evaluate_run
+from workers.environments.calculator import Calculator, calculate
+from workers.environments.encoder import ObservationEncoder
+from workers.environments.engine import EpisodeEngine
+from workers.environments.environment import Message
+from workers.environments.pool import EnvironmentPool, environment_setup
+from workers.errors import EnvironmentFailedError, EnvironmentSetupError, RunFilesError
+from workers.generation.embedded.engine import EmbeddedEngine
+from workers.generation.emulated import EmulatedEngine
+from workers.generation.engine import Completion, GenerationEngine, GenerationRequest, serving
+from workers.models import random_model
+from workers.scoring.jail import BUBBLEWRAP
+
+ROOT = str(Path(__file__).parents[2])
+
+
+def settings_for(name: str, *, jail: str = "off", **more: object) -> Settings:
+    return msgspec.convert({"environment": {"name": name, "jail": jail, "path": ROOT, **more}}, Settings)
+
+
+@asynccontextmanager
+async def pool(name: str = "AsTold", *, jail: str = "off", **more: object) -> AsyncIterator[EnvironmentPool]:
+    full = f"tests.fakes.environments:{name}"
+    settings = settings_for(full, jail=jail, **{"processes": 1, "timeout_s": 20.0, **more})
+    made = EnvironmentPool(settings, environment_setup(settings, full, ROOT))
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize(
+    "jail",
+    [pytest.param("auto", marks=pytest.mark.skipif(not shutil.which(BUBBLEWRAP), reason="no bubblewrap here")), "off"],
+)
+async def test_an_episode_is_begun_told_its_turns_and_ended(jail: str) -> None:
+    async with pool("Echo", jail=jail, params={"greeting": "hello"}) as environments:
+        episode = environments.open()
+        assert (await episode.reset("say it", b"{}")).messages == (Message(role="tool", content="hello"),)
+        first, last = await episode.step("one", [1]), await episode.step("two!", [2, 3])
+        assert (first.messages, first.done, first.reward) == ((Message(role="tool", content="1:one"),), False, None)
+        assert (last.messages, last.done, last.reward) == ((), True, 7.0)
+
+
+@pytest.mark.parametrize("how", ["crash", "raise", "kill", "hang"])
+async def test_an_episode_is_replayed_where_its_environment_failed(how: str, tmp_path: Path) -> None:
+    """The journal's steps are told again, so that what comes after is as if nothing had happened."""
+    limit_s = 1.0 if how == "hang" else 20.0
+    async with pool(params={"turns": 3, "once": str(tmp_path / "failed")}, timeout_s=limit_s) as environments:
+        episode, neighbour = environments.open(), environments.open()
+        for one in (episode, neighbour):
+            await one.reset("say it", b"{}")
+            await one.step("one", [1])
+        if how == "kill":
+            (pid,) = environments.pids()
+            os.kill(pid, signal.SIGKILL)
+        second = await episode.step(how, [2])
+        assert second.messages == (Message(role="tool", content=f"2:{how}"),)
+        assert (await episode.step("three", [3])).reward == len("one" + how + "three")
+        assert episode.replays == 1
+        assert (await neighbour.step("zwei", [2])).messages == (Message(role="tool", content="2:zwei"),)
+        assert neighbour.replays == (how != "raise"), "it lived in the same process"
+
+
+def test_a_process_that_ended_between_two_calls_is_noticed_on_a_workers_loop() -> None:
+    """uvloop raises RuntimeError for a write to a closed pipe, asyncio's own loop an OSError."""
+
+    async def steps() -> None:
+        async with pool("Echo", params={"turns": 3}) as environments:
+            episode = environments.open()
+            await episode.reset("say it", b"{}")
+            (pid,) = environments.pids()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.5)  # for the loop to hear of it
+            assert (await episode.step("one", [1])).messages == (Message(role="tool", content="1:one"),)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(steps())
+
+
+async def test_a_first_process_that_is_hit_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "hit_once.py").write_text(
+        "import os, pathlib\n"
+        f"hit = pathlib.Path({str(tmp_path / 'hit')!r})\n"
+        "if not hit.exists():\n"
+        "    hit.touch()\n"
+        "    os._exit(9)\n"
+        "from tests.fakes.environments import Echo\n"
+    )
+    settings = settings_for("hit_once:Echo", processes=1)
+    environments = EnvironmentPool(settings, environment_setup(settings, "hit_once:Echo", str(tmp_path)))
+    try:
+        await environments.start()
+        await environments.open().reset("say it", b"{}")
+    finally:
+        await environments.close()
+    assert (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("crash", "the environment's process ended with 3"),
+        ("raise", "the environment raised KeyError"),
+        ("hang", "took longer than 1 s"),
+        ("garbage", r"step returned str, not \(observation, done, reward\)"),
+        ("nan", "step gave nan as its reward"),
+        ("mute", "a message that is not"),
+        ("long", "over the limit"),
+    ],
+)
+async def test_one_that_always_fails_is_given_up_with_its_reason_and_others_go_on(text: str, reason: str) -> None:
+    async with pool(max_replays=1, timeout_s=1.0 if text == "hang" else 20.0) as environments:
+        episode, other = environments.open(), environments.open()
+        await episode.reset("say it", b"{}")
+        await other.reset("say it", b"{}")
+        with pytest.raises(EnvironmentFailedError, match=rf"{reason}.*\(turn 1, 2 attempts\)"):
+            await episode.step(text, [1])
+        assert (await other.step("fine", [1])).messages == (Message(role="tool", content="1:fine"),)
+
+
+async def test_a_replay_that_goes_another_way_is_no_replay() -> None:
+    async with pool("Fickle") as environments:
+        episode = environments.open()
+        await episode.reset("say it", b"{}")
+        await episode.step("one", [1])
+        (pid,) = environments.pids()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentFailedError, match="answered turn 1 otherwise when it was replayed"):
+            await episode.step("two", [2])
+
+
+async def test_what_is_no_environment_fails_by_name() -> None:
+    async with pool("no_environment") as environments:
+        with pytest.raises(EnvironmentFailedError, match="it is a object, which has no reset and step"):
+            await environments.open().reset("say it", b"{}")
+    with pytest.raises(EnvironmentSetupError, match="cannot be imported"):
+        async with pool("nowhere"):
+            pass
+    with pytest.raises(EnvironmentSetupError, match="this worker allows what is built in; start it with --env"):
+        environment_setup(settings_for("tests.fakes.environments:Echo"), "", "")
+
+
+async def test_calls_that_are_cancelled_leave_no_answer_behind() -> None:
+    async with pool(params={"turns": 9}) as environments:
+        episode = environments.open()
+        await episode.reset("say it", b"{}")
+        hanging = asyncio.create_task(episode.step("hang", [1]))
+        while not environments.busy:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.01)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert (await episode.step("one", [1])).messages == (Message(role="tool", content="1:one"),)
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("12 + 7 * 3", "33"),
+        ("12 - 45", "-33"),
+        (" (1 + 2) * -3 ", "-9"),
+        ("7 / 2", "3.5"),
+        ("1 / 0", "division by zero"),
+        ("9 ** 9 ** 9", "9 ** 9 ** 9 is no arithmetic"),
+        ("__import__('os')", "__import__('os') is no arithmetic"),
+        ("1" * 300, "no expression"),
+        ("999999999999999 * 999999999999999", "999999999999999 * 999999999999999 is no arithmetic"),
+        ("(" * 150, "(" * 150 + " is no arithmetic"),
+        ("", "no expression"),
+        ("twelve", "twelve is no arithmetic"),
+    ],
+)
+def test_the_calculator_computes_arithmetic_and_nothing_else(expression: str, result: str) -> None:
+    assert calculate(expression) == result
+
+
+@pytest.mark.parametrize(
+    ("turn", "said", "done"),
+    [
+        ("48 - 15 + 93 =", "Result: 126", False),
+        ("1. 27 - 82 =", "Result: -55", False),
+        ("Let me see: (1+2)*3 = 10, and 10 - 4 = 5", "Result: 6", False),
+        ("12 + 7 =\nAnswer: 19", None, True),
+        ("x = 7", None, True),
+        ("no idea", None, True),
+        ("2 ** 3 =", None, True),
+        ("1 - 1 / 0 =", "Result: division by zero", False),
+    ],
+)
+def test_the_calculator_tells_what_is_written_down_until_there_is_an_answer(
+    turn: str, said: str | None, done: bool
+) -> None:
+    calculator = Calculator()
+    calculator.reset("", {})
+    assert calculator.step(turn, []) == (said, done, None)
+    assert Calculator(says="= {result}").step("1 + 1 =", []) == ("= 2", False, None)
+
+
+def test_held_out_problems_of_episodes_are_not_asked_in_one_turn(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(render(resolve("two_turn_tool", [], [], {})))
+    with pytest.raises(RunFilesError, match=r"are episodes \(environment.name\).*eval.every"):
+        evaluate_run(tmp_path, "base", cache_dir=tmp_path)
+
+
+# --- whole episodes ---------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def episodes(inner: GenerationEngine, directory: Path, **more: object) -> AsyncIterator[EpisodeEngine]:
+    """Two turns, the second after the environment has said the first one again."""
+    full = "tests.fakes.environments:Echo"
+    settings = settings_for(full, **more)
+    environments = EnvironmentPool(settings, environment_setup(settings, full, ROOT))
+    encoder = ObservationEncoder.of(directory, templated=True)
+    engine = EpisodeEngine(inner, environments, encoder, settings.environment)
+    async with serving(engine):
+        yield engine
+
+
+def asked(samples: Sequence[int], *, limit: int, limits: Sequence[int] = ()) -> GenerationRequest:
+    return GenerationRequest(
+        group_id=GroupId("0/0"),
+        prompt_ids=np.arange(4, 30, dtype=np.int32),
+        samples=samples,
+        sampling=SamplingParams(max_new_tokens=limit, ignore_eos=True, seed=3),
+        limits=limits,
+    )
+
+
+async def collected(engine: GenerationEngine, count: int) -> dict[int, Completion]:
+    found: dict[int, Completion] = {}
+    async with asyncio.timeout(120):
+        while len(found) < count:
+            for result in await engine.results():
+                assert isinstance(result, Completion), result
+                found[result.sample] = result
+    return found
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    random_model("qwen3-tiny")(tmp_path)
+    return tmp_path
+
+
+async def test_logprobs_of_every_turn_are_those_of_the_whole_episode(directory: Path) -> None:
+    """What the trainer computes: one forward over the prompt and all segments, looked at where the mask is 1."""
+    settings = GenerationSettings(slots=2, dtype="float32", max_context=256)
+    inner = EmbeddedEngine(settings, directory, MonotonicClock())
+    async with episodes(inner, directory, max_turn_tokens=5) as engine:
+        request = asked((0, 1, 2), limit=40)
+        engine.submit(request)
+        rows = await collected(engine, 3)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for row in rows.values():
+        kinds = [segment.kind for segment in row.segments]
+        assert kinds == [SegmentKind.POLICY, SegmentKind.TOOL, SegmentKind.POLICY]
+        mask = loss_mask(row.segments).astype(bool)
+        assert mask.sum() == 10
+        assert row.reward is not None
+        whole = full_logprobs(model, request.prompt_ids, row.response_ids)
+        assert row.logprobs[mask] == pytest.approx(whole[mask], abs=1e-4)
+        assert not row.logprobs[~mask].any()
+    firsts = {tuple(row.response_ids[:5]) for row in rows.values()}
+    seconds = {tuple(row.response_ids[-5:]) for row in rows.values()}
+    assert len(firsts) == len(seconds) == 3, "each draws from a stream of its own"
+    assert firsts.isdisjoint(seconds)
+
+
+async def test_the_emulated_engine_takes_the_same_turns_at_forced_lengths(directory: Path) -> None:
+    costs = EmulatedSettings(time_scale=0.001)
+    inner = EmulatedEngine(costs, 2, MonotonicClock())
+    async with episodes(inner, directory, max_turns=2, params={"says": "ok"}) as engine:
+        engine.submit(asked((0, 1), limit=200, limits=(200, 180)))
+        rows = await collected(engine, 2)
+    for row, limit in ((rows[0], 200), (rows[1], 180)):
+        ends = [segment.end for segment in row.segments]
+        assert ends[0] == limit // 2, "the first of two turns has half of it"
+        assert (ends[-1], row.finish_reason, row.spans[0].end) == (limit, FinishReason.LENGTH, limit)

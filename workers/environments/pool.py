@@ -1,0 +1,255 @@
+"""Keeps environments out of the worker: child processes that each hold many episodes, and are started again.
+
+    EpisodeLink.reset, .step ─► its child, one call at a time ─► what the environment answered, into the journal
+                                  │ it crashed, hung, raised or answered garbage
+                                  └─► the journal is replayed in a new process or environment; then the call again
+
+A child that dies takes the state of all its episodes with it; each of them is replayed when it is next asked.
+
+Owns: the children, the journal of every open episode. Never: tokens, what becomes of an episode that fails (engine.py).
+Invariant: an answer follows from a reset and steps that were all answered in one life of one environment, as the
+journal says; a call ends with an answer or an EnvironmentFailedError, within (max_replays + 1) x (journal + 1) limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import structlog
+
+from transport.contracts.settings import Settings
+from transport.process.programs import python_module
+from transport.process.secret import own_directories
+from workers.environments.environment import BUILT_IN, Answer, Failed, Observed, Ready, Reset, Setup, Step
+from workers.errors import EnvironmentFailedError, EnvironmentSetupError
+from workers.scoring.child import GRACE_S, ChildProcess, child_environment
+from workers.scoring.jail import Jail
+
+log = structlog.get_logger(__name__)
+
+STARTUP_S = 120.0
+"""As of a reward: imports, on a machine with ten busy processes and a cold disk."""
+STARTS = 3
+"""Of the first child: one that ends before it is ready may have been hit by what ends processes at random."""
+MEMORY_BYTES = 4 * 1024**3
+"""Address space of a child."""
+COMMAND = python_module("workers.environments.environment")
+
+_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(cast("type[Answer]", Answer))
+
+
+def environment_setup(settings: Settings, allowed: str, path: str) -> Setup:
+    """The run's environment, if this worker may run it. jailed: not known yet.
+
+    Args:   allowed, path: "module:function" and its directory from the worker's own command line; "" allows what is
+            built in.
+    Raises: EnvironmentSetupError: the run's setting names another function. A setting alone never imports code.
+    """
+    wanted = settings.environment.name
+    if wanted not in BUILT_IN and wanted != allowed:
+        raise EnvironmentSetupError(
+            f"the run wants environment {wanted!r}, this worker allows {allowed or 'what is built in'}; start it "
+            f"with --environment {wanted}, and --environment-path where its module is not installed"
+        )
+    return Setup(
+        name=wanted,
+        path=str(Path(path).resolve()) if path else "",
+        params=settings.environment.params,
+        timeout_s=settings.environment.timeout_s,
+        memory_bytes=MEMORY_BYTES,
+        jailed=False,
+    )
+
+
+class _CallFailedError(Exception):
+    """One call gave no observation; the message says why."""
+
+
+class EnvironmentChild(ChildProcess):
+    """One child and the episodes in it. life: counts its starts, so that an episode knows whether it is still there."""
+
+    def __init__(self, setup: Setup, jail: Jail | None, variables: Sequence[str]) -> None:
+        super().__init__(jail)
+        self._setup = setup
+        self._variables = tuple(variables)
+        self.life = 0
+        self.calling = asyncio.Lock()
+        self.over: list[int] = []
+        """Episodes that it may forget."""
+
+    async def start(self) -> None:
+        """Raises EnvironmentSetupError: it cannot be imported; EnvironmentFailedError: its process ended."""
+        self.life += 1
+        self.over.clear()
+        ready = False
+        try:
+            await self.spawn(COMMAND, self._variables)
+            answer = _decoder.decode(await self.exchange(self._setup, STARTUP_S))
+            if not isinstance(answer, Ready):
+                reason = answer.reason if isinstance(answer, Failed) else "its process sent an invalid answer"
+                raise EnvironmentSetupError(reason)
+            ready = True
+        except TimeoutError:
+            raise EnvironmentFailedError(f"the environment was not ready after {STARTUP_S:.0f} s") from None
+        except (OSError, asyncio.IncompleteReadError):
+            code = await self.ended()
+            raise EnvironmentFailedError(f"the environment's process ended with {code} before it was ready") from None
+        except msgspec.MsgspecError as error:
+            raise EnvironmentFailedError(f"the environment's process sent an invalid answer: {error}") from None
+        finally:
+            if not ready:
+                await self.kill()
+
+    async def call(self, request: Reset | Step) -> Observed:
+        """Raises _CallFailedError; the child lives on only if it answered."""
+        limit_s, answered = self._setup.timeout_s, False
+        slow = f"the environment took longer than {limit_s:g} s (environment.timeout_s)"
+        asked_s = asyncio.get_running_loop().time()
+        try:
+            answer = _decoder.decode(await self.exchange(request, limit_s + GRACE_S))
+            if isinstance(answer, Ready):
+                raise _CallFailedError("the environment's process sent an invalid answer")
+            answered = True
+        except TimeoutError:
+            raise _CallFailedError(slow) from None
+        except (OSError, asyncio.IncompleteReadError):
+            code = await self.ended()
+            took_s = asyncio.get_running_loop().time() - asked_s
+            why = slow if took_s >= limit_s else f"the environment's process ended with {code}"
+            raise _CallFailedError(why) from None
+        except msgspec.MsgspecError as error:
+            raise _CallFailedError(f"the environment's process sent an invalid answer: {error}") from None
+        finally:
+            if not answered:
+                await self.kill()
+        if isinstance(answer, Failed):
+            raise _CallFailedError(answer.reason)
+        return answer
+
+
+class EpisodeLink:
+    """The environment of one episode, wherever it lives now. Its calls come one after another.
+
+    journal: what was asked and answered so far, in order.
+    """
+
+    def __init__(self, child: EnvironmentChild, number: int, *, max_replays: int) -> None:
+        self._child = child
+        self._number = number
+        self._max_replays = max_replays
+        self._life = 0  # of the child that has it; 0: none
+        self.journal: list[tuple[Reset | Step, Observed]] = []
+        self.replays = 0
+
+    async def reset(self, prompt: str, entry: bytes) -> Observed:
+        """Raises EnvironmentFailedError."""
+        return await self._ask(Reset(number=self._number, prompt=prompt, entry=entry))
+
+    async def step(self, text: str, tokens: Sequence[int]) -> Observed:
+        """Raises EnvironmentFailedError."""
+        return await self._ask(Step(number=self._number, text=text, tokens=tuple(tokens)))
+
+    def close(self) -> None:
+        """It is not asked any more."""
+        self._child.over.append(self._number)
+
+    async def _ask(self, request: Reset | Step) -> Observed:
+        reason = ""
+        for attempt in range(self._max_replays + 1):
+            async with self._child.calling:
+                try:
+                    answer = await self._try(request)
+                except _CallFailedError as error:
+                    self._life, reason = 0, str(error)  # what its environment is now is not known
+                    log.warning("an environment failed", reason=reason, turn=len(self.journal), attempt=attempt)
+                    continue
+            self.journal.append((request, answer))
+            return answer
+        raise EnvironmentFailedError(f"{reason} (turn {len(self.journal)}, {self._max_replays + 1} attempts)")
+
+    async def _try(self, request: Reset | Step) -> Observed:
+        """Raises _CallFailedError; EnvironmentFailedError: a replay went another way, so none can help."""
+        child = self._child
+        if child.pid is None:
+            try:
+                await child.start()
+            except (
+                EnvironmentSetupError,
+                EnvironmentFailedError,
+            ) as error:  # it did start once: no memory, a busy machine
+                raise _CallFailedError(str(error)) from error
+        if self._life != child.life:
+            for turn, (asked, answered) in enumerate(self.journal):
+                self.replays += not turn
+                if await self._call(asked) != answered:
+                    raise EnvironmentFailedError(f"the environment answered turn {turn} otherwise when it was replayed")
+        answer = await self._call(request)
+        self._life = child.life
+        return answer
+
+    async def _call(self, request: Reset | Step) -> Observed:
+        if isinstance(request, Step):
+            return await self._child.call(request)
+        over, self._child.over = tuple(self._child.over), []
+        return await self._child.call(msgspec.structs.replace(request, over=over))
+
+
+class EnvironmentPool:
+    """The children of a worker. Episodes are spread over them."""
+
+    def __init__(self, settings: Settings, setup: Setup) -> None:
+        self._settings = settings.environment
+        self._setup = setup
+        self._hidden = (Path(settings.run.dir).resolve(), *own_directories())
+        self._children: list[EnvironmentChild] = []
+        self._numbers = itertools.count(1)
+
+    async def start(self) -> None:
+        """Start the first child; others start when needed. Raises EnvironmentSetupError."""
+        jail = await self._find_jail()
+        setup = msgspec.structs.replace(self._setup, jailed=jail is not None)
+        variables = () if self._setup.name in BUILT_IN else self._settings.variables
+        self._children = [EnvironmentChild(setup, jail, variables) for _ in range(self._settings.processes)]
+        for attempt in range(1, STARTS + 1):
+            try:
+                await self._children[0].start()
+            except EnvironmentFailedError as error:
+                if attempt == STARTS:
+                    raise EnvironmentSetupError(f"{error}, {STARTS} times") from error
+            else:
+                break
+
+    async def _find_jail(self) -> Jail | None:
+        readable = (Path(self._setup.path),) if self._setup.path else ()
+        jail = Jail(readable=readable, hidden=self._hidden)
+        reason = 'environment.jail is "off"'
+        if self._settings.jail == "auto" or self._setup.name in BUILT_IN:
+            reason = await jail.why_not(COMMAND, child_environment(self._settings.variables))
+        if not reason:
+            return jail
+        log.warning("environments run without a jail: limits and a clean environment only", reason=reason)
+        return None
+
+    def open(self) -> EpisodeLink:
+        """The environment of a new episode; ``close`` it at its end."""
+        number = next(self._numbers)
+        child = self._children[number % len(self._children)]
+        return EpisodeLink(child, number, max_replays=self._settings.max_replays)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any of them is asked something."""
+        return any(child.calling.locked() for child in self._children)
+
+    def pids(self) -> list[int]:
+        """Processes of the children that are alive as far as we know."""
+        return [child.pid for child in self._children if child.pid is not None]
+
+    async def close(self) -> None:
+        for child in self._children:
+            await child.kill()
