@@ -400,7 +400,7 @@ def test_out_of_range(argument: str, message: str):
         (["trainer.parallel.buckets=[8, 16]"], "buckets = [8, 16] must reach beyond sampling.max_new_tokens"),
         (["trainer.lora.rank=8", "trainer.engine=none"], 'trainer.lora.rank = 8 needs trainer.engine "torch"'),
         (["trainer.lora.rank=8", "trainer.lora.targets=[]"], "trainer.lora.targets = [] must name layers"),
-        (["pipeline.group_size=1"], "pipeline.group_size = 1 must be 2 or more where algorithm.rl_coef is above 0"),
+        (["pipeline.group_size=1"], 'pipeline.group_size = 1 must be 2 or more with algorithm.advantage "group_std"'),
         (
             ["algorithm.rl_coef=0"],
             "algorithm.rl_coef = 0.0 must be above 0 where algorithm.ce_coef and algorithm.kl_coef",

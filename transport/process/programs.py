@@ -36,6 +36,11 @@ def python_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
+def bare_python() -> list[str]:
+    """This interpreter without packages, environment and working directory, for a text that follows: starts in 10 ms."""
+    return [getattr(sys, "_base_executable", sys.executable), "-I", "-S", "-B", "-c"]
+
+
 def ending_signals() -> tuple[signal.Signals, ...]:
     """What asks this process to end: the end of its terminal does, too, unless nohup says otherwise."""
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)

@@ -30,6 +30,7 @@ import msgspec
 
 from transport.contracts.code_tasks import CodeTask, read_task
 from transport.contracts.types import Struct
+from transport.process.programs import bare_python
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring import jail
 from workers.scoring.jail import Jail
@@ -125,7 +126,7 @@ class CodePool:
             raise RewardSetupError(refusal + jail.NOT_INSTALLED)
         if not call_filter():
             raise RewardSetupError(f"{refusal}no filter of system calls for {platform.machine()} processors")
-        if reason := await _jail().why_not([*_interpreter(), "pass"], {}):
+        if reason := await _jail().why_not([*bare_python(), "pass"], {}):
             raise RewardSetupError(refusal + reason)
         task = CodeTask(entry_points=["answer"], setup="", tests=["assert answer(6) == 42"])
         for code, passed in (("def answer(n): return n * 7", 1), ("def answer(n): return n", 0)):
@@ -187,7 +188,7 @@ class CodePool:
     async def _run(self, request: bytes) -> bytes:
         """The one message of the jail's first process, b"" if it ends without. Whatever is in the jail then ends."""
         process = await asyncio.create_subprocess_exec(
-            *_jail().command([*_interpreter(), GRADER]),
+            *_jail().command([*bare_python(), GRADER]),
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
@@ -229,11 +230,6 @@ async def _end(process: Process) -> None:
 
 def _jail() -> Jail:
     return Jail(bare=True, temporary_bytes=TEMPORARY_BYTES)
-
-
-def _interpreter() -> list[str]:
-    """Without packages, environment and working directory: it starts in some 10 ms."""
-    return [getattr(sys, "_base_executable", sys.executable), "-I", "-S", "-B", "-c"]
 
 
 def _frame(value: object) -> bytes:
