@@ -37,7 +37,7 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 
 def bare_python() -> list[str]:
-    """This interpreter without packages, environment and working directory, for a text that follows: starts in 10 ms."""
+    """This interpreter without packages, environment or working directory, for a text that follows: here in 10 ms."""
     return [getattr(sys, "_base_executable", sys.executable), "-I", "-S", "-B", "-c"]
 
 
