@@ -4,7 +4,14 @@
     jail_attempts   how many were tried
     jail_ms         one answer judged, from its text to its reward: median of a jail of its own each time
 
-    python -m benchmarks.agents [--answers 30]
+and of episodes (agents_episodes.py), whose environments are killed:
+
+    trained_over_sealed   rows in the last checkpoint over rows that were scored; 1
+    zero_by_crash         episodes with a reward of 0: their environment pays every one that it has heard out; 0
+    retokenised           of policy_tokens, those that a later turn's prompt has otherwise; 0
+    episodes, kills       of the run: emulated engine and trainer, real environments, whose processes are killed
+
+    python -m benchmarks.agents [--answers 30] [--episodes 1000] [--kills 50]
 
 Last line: JSON.
 """
@@ -19,6 +26,7 @@ import time
 
 import psutil
 
+from benchmarks.agents_episodes import exact_turns, killed_run
 from benchmarks.jail_escapes import ATTEMPTS, try_all
 from workers.scoring.code import CodePool
 
@@ -53,8 +61,12 @@ async def jail(answers: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=30, help="judged for jail_ms")
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=50)
     given = parser.parse_args()
-    figures = asyncio.run(jail(given.answers))
+    figures: dict[str, float | bool] = {**asyncio.run(jail(given.answers)), **asyncio.run(exact_turns())}
+    print(figures, flush=True)
+    figures |= killed_run(given.episodes, given.kills)
     print(f"load {psutil.getloadavg()[0]:.1f}", flush=True)
     print(json.dumps(figures))
 

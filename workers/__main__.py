@@ -32,16 +32,7 @@ from transport.process import faults
 from transport.process.programs import add_version, configure_logs, ending_signals, python_module, with_options
 from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.tensors.base import parse_ports
-from workers.errors import (
-    AlgorithmError,
-    EnvironmentSetupError,
-    EvaluationError,
-    ModelError,
-    ModelMismatchError,
-    ResumeMismatchError,
-    RewardSetupError,
-    RunFilesError,
-)
+from workers.errors import SETUP_MISTAKES
 
 if TYPE_CHECKING:
     from workers.commands.build import Make
@@ -58,19 +49,7 @@ EXIT_FULL = 5
 EXIT_SIGNALLED = 143
 """As a shell reports SIGTERM: its work is not over, a supervisor starts it again. A storage unit has no other end."""
 
-BAD_CONFIG = (
-    *MISTAKES,
-    *(
-        AlgorithmError,
-        EnvironmentSetupError,
-        EvaluationError,
-        ModelError,
-        ModelMismatchError,
-        ResumeMismatchError,
-        RewardSetupError,
-        RunFilesError,
-    ),
-)
+BAD_CONFIG = (*MISTAKES, *SETUP_MISTAKES)
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 """In which torchrun, and Slurm's srun, number the processes that they start."""

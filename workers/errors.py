@@ -149,3 +149,16 @@ class RewardError(StreamError): ...
 
 
 class RewardTimeoutError(RewardError): ...
+
+
+SETUP_MISTAKES = (
+    AlgorithmError,
+    EnvironmentSetupError,
+    EvaluationError,
+    ModelError,
+    ModelMismatchError,
+    ResumeMismatchError,
+    RewardSetupError,
+    RunFilesError,
+)
+"""What the command line, the environment or the run's settings say must change before this process can do anything."""

@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from orchestrator.config.rules import violations
 from orchestrator.config.schema import (
     ENTRIES,
     ENTRY,
@@ -36,7 +37,6 @@ from orchestrator.config.schema import (
     nearest,
     to_toml,
     value_of,
-    violations,
 )
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ConfigError

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import structlog
 
+from orchestrator.config.rules import violations
 from orchestrator.config.run_directory import RunDir
-from orchestrator.config.schema import FIELDS, expected_type, nearest, to_toml, violations
+from orchestrator.config.schema import FIELDS, expected_type, nearest, to_toml
 from orchestrator.core.model.settings import CHANGEABLE
 from orchestrator.errors import ConfigError, EventFailedError
 from transport.broker import keys

@@ -110,14 +110,9 @@ def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
 
 def sampling_of_sets(settings: Settings) -> dict[str, SamplingParams]:
     """How each of ``[eval.sets]`` is sampled, by name; {} where there are none, and the run's settings hold."""
-    sampling, named = settings.sampling, eval_sets(settings) if settings.eval.sets else {}
+    named = eval_sets(settings) if settings.eval.sets else {}
     return {
-        name: SamplingParams(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=asked.temperature or 0.0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
+        name: msgspec.structs.replace(settings.sampling.params, temperature=asked.temperature or 0.0)
         for name, asked in named.items()
     }
 

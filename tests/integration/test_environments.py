@@ -163,7 +163,7 @@ async def test_what_is_no_environment_fails_by_name() -> None:
     with pytest.raises(EnvironmentSetupError, match="cannot be imported"):
         async with pool("nowhere"):
             pass
-    with pytest.raises(EnvironmentSetupError, match="this worker allows what is built in; start it with --env"):
+    with pytest.raises(EnvironmentSetupError, match=r"this worker allows '\(ours\)'; start it with --env"):
         environment_setup(settings_for("tests.fakes.environments:Echo"), "", "")
 
 

@@ -400,6 +400,14 @@ def test_out_of_range(argument: str, message: str):
         (["trainer.parallel.buckets=[8, 16]"], "buckets = [8, 16] must reach beyond sampling.max_new_tokens"),
         (["trainer.lora.rank=8", "trainer.engine=none"], 'trainer.lora.rank = 8 needs trainer.engine "torch"'),
         (["trainer.lora.rank=8", "trainer.lora.targets=[]"], "trainer.lora.targets = [] must name layers"),
+        (
+            [
+                "environment.name=calculator",
+                "algorithm.name=sft",
+                *["data.source=jsonl", "data.path=x", "data.response_column=a"],
+            ],
+            'environment.name = "calculator" must be empty with data.response_column',
+        ),
         (["pipeline.group_size=1"], 'pipeline.group_size = 1 must be 2 or more with algorithm.advantage "group_std"'),
         (
             ["algorithm.rl_coef=0"],

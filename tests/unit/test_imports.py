@@ -128,7 +128,7 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "workers/trainer",
         "workers/trainer/policy",
     ),
-    "workers/environments": (*WORKER, "workers/generation", "workers/scoring"),
+    "workers/environments": (*WORKER, "workers/generation", "workers/scoring", "workers/user_functions"),
     "workers/storage": WORKER,
     "workers/client": WORKER,
     "workers/commands": (

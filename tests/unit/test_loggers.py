@@ -104,6 +104,7 @@ async def test_without_loggers_nothing_is_started(tmp_path: Path):
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(loggers.MODULES, "wandb", "no_such_module")
+    monkeypatch.setenv("PATH", "/nowhere")  # or it is told as short as PATH allows
     loggers.check_installed([])
     with pytest.raises(ConfigError, match=r"/pip install 'streamrl\[wandb\]'"):
         loggers.check_installed(["wandb"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.load import render, resolve
-from orchestrator.config.schema import violations
+from orchestrator.config.rules import violations
 from orchestrator.core.placement import Bounds, Needs, PlacementError, fill, place
 from orchestrator.errors import ConfigError, ExitCode, exit_code
 from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers

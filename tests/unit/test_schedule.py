@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.optimization import get_scheduler
 
-from orchestrator.config.schema import violations
+from orchestrator.config.rules import violations
 from transport.contracts.settings import LrSchedule, RunSettings, Settings, TrainerSettings
 from workers.trainer.policy.policy_learner import learning_rate
 

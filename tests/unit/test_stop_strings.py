@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from orchestrator.config.schema import violations
+from orchestrator.config.rules import violations
 from tests.fakes.tiny_models import tiny_model
 from tests.unit.test_server_parts import OLD, chunk
 from tests.unit.test_slots import by_sample, check_logprobs, decoder_of, request, run_all

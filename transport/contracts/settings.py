@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from transport.contracts.types import MAX_NUMBER, UpdateMode
+from transport.contracts.types import MAX_NUMBER, SamplingParams, UpdateMode
 
 ParamValue = int | float | str | bool | list[int]
 LoggerName = Literal["tensorboard", "wandb", "mlflow"]
@@ -158,6 +158,13 @@ class SamplingSettings(Section, frozen=True, kw_only=True):
     temperature: Positive = 1.0  # of the softmax; at 0 all samples of a group are equal and carry no gradient
     top_p: Share = 1.0  # share of probability of the likeliest tokens that are sampled from; 1: off
     top_k: AtLeast0 = 0  # likeliest tokens that are sampled from; 0: off
+
+    @property
+    def params(self) -> SamplingParams:
+        """As a request to an engine has them, before it names ends and a seed."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k
+        )
 
 
 SERVER_ENGINES = ("sglang", "vllm")

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
-from transport.contracts.types import GroupId, SamplingParams
+from transport.contracts.types import GroupId
 from workers.commands.build import ServerChoice, engine_of
 from workers.errors import EvaluationError, RewardError
 from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest, serving
@@ -100,21 +101,14 @@ class _Collection:
         await self._ended.wait()
 
     def _submit(self, group_id: GroupId, prompt: CollectPrompt) -> None:
-        sampling = self._job.settings.sampling
+        sampling = self._job.settings.sampling.params
         self._open[group_id] = _Open(prompt, pending=self._job.samples)
         self._engine.submit(
             GenerationRequest(
                 group_id=group_id,
                 prompt_ids=np.asarray(prompt.prompt_ids, dtype=np.int32),
                 samples=range(self._job.samples),
-                sampling=SamplingParams(
-                    max_new_tokens=sampling.max_new_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    stop_token_ids=self._stops,
-                    seed=prompt.seed,
-                ),
+                sampling=replace(sampling, stop_token_ids=self._stops, seed=prompt.seed),
             )
         )
 

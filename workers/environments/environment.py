@@ -15,7 +15,6 @@ tokens. Invariant: what is answered is an observation as it is defined here, or 
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import math
 import sys
@@ -30,6 +29,7 @@ from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import EnvironmentSetupError
 from workers.scoring.child import MAX_ANSWER_BYTES, frame, own_streams, read_frame
 from workers.scoring.jail import confine
+from workers.user_functions.imports import find_in, import_function
 
 TOOL = "tool"
 """Role of a message that is given as a text."""
@@ -166,15 +166,9 @@ def read_step(returned: object) -> Observed:
 
 def factory_of(setup: Setup) -> Callable[[], object]:
     """What makes the environment of one episode. Raises EnvironmentSetupError."""
-    module_name, _, function = BUILT_IN.get(setup.name, setup.name).partition(":")
-    try:
-        made_by = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise EnvironmentSetupError(f"environment {setup.name!r} cannot be imported: {error}") from error
-    if not callable(made_by):
-        raise EnvironmentSetupError(
-            f"environment {setup.name!r} is a {type(made_by).__name__}, not a function or class"
-        )
+    hint = f"looked for in {setup.path or 'what is installed'}; environment.path names its directory"
+    name = BUILT_IN.get(setup.name, setup.name)
+    made_by = import_function(name, "environment", hint, EnvironmentSetupError)
     return lambda: made_by(**setup.params)
 
 
@@ -223,8 +217,7 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(raw, type=Setup)
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
-    if setup.path:
-        sys.path.append(setup.path)  # last: a file of the user's never takes the place of a library
+    find_in(setup.path)
     try:
         episodes = Episodes(factory_of(setup), setup.timeout_s)
     except EnvironmentSetupError as error:

@@ -29,6 +29,7 @@ from workers.environments.environment import BUILT_IN, Answer, Failed, Observed,
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError
 from workers.scoring.child import GRACE_S, ChildProcess, child_environment
 from workers.scoring.jail import Jail
+from workers.user_functions.imports import check_allowed
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +44,9 @@ COMMAND = python_module("workers.environments.environment")
 _decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(cast("type[Answer]", Answer))
 
 
+OPTIONS = ("--environment", "--environment-path")
+
+
 def environment_setup(settings: Settings, allowed: str, path: str) -> Setup:
     """The run's environment, if this worker may run it. jailed: not known yet.
 
@@ -51,11 +55,7 @@ def environment_setup(settings: Settings, allowed: str, path: str) -> Setup:
     Raises: EnvironmentSetupError: the run's setting names another function. A setting alone never imports code.
     """
     wanted = settings.environment.name
-    if wanted not in BUILT_IN and wanted != allowed:
-        raise EnvironmentSetupError(
-            f"the run wants environment {wanted!r}, this worker allows {allowed or 'what is built in'}; start it "
-            f"with --environment {wanted}, and --environment-path where its module is not installed"
-        )
+    check_allowed("environment", wanted, allowed, OPTIONS, EnvironmentSetupError)
     return Setup(
         name=wanted,
         path=str(Path(path).resolve()) if path else "",

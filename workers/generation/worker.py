@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import structlog
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from transport.broker import keys
@@ -50,7 +51,6 @@ from transport.contracts.types import (
     Column,
     FinishReason,
     GroupId,
-    SamplingParams,
     WeightIdentity,
     WorkerId,
     is_evaluation,
@@ -415,20 +415,16 @@ class GenerationWorker:
 
     def _submit(self, held: HeldPlan, prompt_ids: NDArray[np.int32], group: Mapping[Column, bytes]) -> None:
         plan = held.plan
-        sampling = plan.sampling or self._settings.sampling
-        temperature = sampling.temperature
+        sampling = plan.sampling or self._settings.sampling.params
         if plan.sampling is None and is_evaluation(plan.group_id):
-            temperature = self._settings.eval.temperature
+            sampling = replace(sampling, temperature=self._settings.eval.temperature)
         self._engine.submit(
             GenerationRequest(
                 group_id=plan.group_id,
                 prompt_ids=prompt_ids,
                 samples=plan.samples,
-                sampling=SamplingParams(
-                    max_new_tokens=sampling.max_new_tokens,
-                    temperature=temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
+                sampling=replace(
+                    sampling,
                     stop_token_ids=self._stop_token_ids,
                     ignore_eos=self._lengths is not None,
                     seed=group_seed(self._settings.run.seed, plan.group_id),

@@ -416,8 +416,7 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(raw, type=Setup)
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
-    if setup.spec.path:
-        find_in(setup.spec.path)
+    find_in(setup.spec.path)
     try:
         scorer = build_reward(setup.spec)
     except RewardSetupError as error:

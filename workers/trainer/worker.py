@@ -149,7 +149,7 @@ class TrainerWorker:
         self._outbox: deque[tuple[Event, Mapping[str, str | int]]] = deque()
         """What is told after the version that is being published."""
         self._tasks: asyncio.TaskGroup | None = None
-        self._fence = Fence(role=ROLE, epoch=0)
+        self._fence = Fence(role=self.role, epoch=0)
         self._announcer: StepAnnouncer | None = None
         self._ledger = Ledger(version=0, cursor="0-0")
         self._source_position = ""

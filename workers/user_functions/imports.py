@@ -48,7 +48,7 @@ def check_allowed(what: str, wanted: str, allowed: str, options: Sequence[str], 
     wanted: of the run's settings; one of ours has no colon.  options: that name it, and the directory that it lies in.
     """
     option, path = options
-    if (wanted if ":" in wanted else "") != allowed:
+    if allowed not in (wanted, "" if ":" not in wanted else wanted):
         raise error(
             f"the run wants {what} {wanted!r}, this worker allows {allowed or '(ours)'!r}; start it with "
             f"{option} {wanted}, and {path} where its module is not installed"

@@ -1,19 +1,9 @@
-"""Figure ``episodes``: episodes whose environments are killed are each trained once, and none is paid for a crash.
-
-trained_over_sealed   rows in the last checkpoint over rows that were scored
-zero_by_crash         episodes with a reward of 0: their environment pays every one that it has heard out
-retokenised           of policy tokens, those that a later turn's prompt has otherwise
-episodes, kills       of the run: emulated engine and trainer, real environments, whose processes are killed
-
-python -m benchmarks.episodes [--episodes 1000] [--kills 50]
-"""
+"""Of figure ``agents``: a run whose environments are killed, and turns that are continued token by token."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -63,7 +53,7 @@ def killed_run(episodes: int, kills: int) -> dict[str, float | bool]:
     """Episodes of a real run whose environments' processes are killed, one as soon as the last one was replaced."""
     batches = -(-episodes // (GROUPS * GROUP_SIZE))
     settings = (
-        "environment.name=benchmarks.episodes:Paying",
+        "environment.name=benchmarks.agents_episodes:Paying",
         f"environment.path={ROOT}",
         "environment.jail=off",  # a jail's child has another command line
         "environment.max_replays=20",  # a call that is killed again and again is no failure of the environment's
@@ -144,7 +134,7 @@ async def exact_turns(groups: int = 16) -> dict[str, int]:
         directory = Path(name)
         random_model("qwen3-tiny")(directory)
         settings = Settings(
-            environment=EnvironmentSettings(name="benchmarks.episodes:Paying", path=str(ROOT), jail="off")
+            environment=EnvironmentSettings(name="benchmarks.agents_episodes:Paying", path=str(ROOT), jail="off")
         )
         generation = GenerationSettings(slots=16, dtype="float32", max_context=400)
         engine = Recording(EmbeddedEngine(generation, directory, MonotonicClock()))
@@ -166,17 +156,3 @@ async def exact_turns(groups: int = 16) -> dict[str, int]:
             while left:
                 left -= len(await episodes.results())
         return {"policy_tokens": engine.policy_tokens, "retokenised": engine.retokenised}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--kills", type=int, default=50)
-    arguments = parser.parse_args()
-    figures: dict[str, float] = asyncio.run(exact_turns())
-    print(figures, flush=True)
-    print(json.dumps(figures | killed_run(arguments.episodes, arguments.kills)))
-
-
-if __name__ == "__main__":
-    main()
