@@ -1,10 +1,10 @@
 """The embedded engine against Hugging Face ``generate``: tokens a second, and the error of its logprobs.
 
-Figure ``engine``. Same model (SmolLM2-135M), precision (bfloat16), threads (1) and batch (32 samples, groups of 8 that
-share their prompt). ``generate`` runs batch after batch, and everyone in it waits for the longest; the engine refills
-its 32 slots. The two take turns within one run, and a ratio is the median of the turns. Time is CPU seconds of this
-process: on one thread that is wall time, less what else the machine does. The errors are those of float32 logprobs
-against the model's own forward.
+Figure ``engine``. Same model (SmolLM2-135M), precision (bfloat16, or float32 on a CPU without it), threads (1) and
+batch (32 samples, groups of 8 that share their prompt). ``generate`` runs batch after batch, and everyone in it waits
+for the longest; the engine refills its 32 slots. The two take turns within one run, and a ratio is the median of the
+turns. Time is CPU seconds of this process: on one thread that is wall time, less what else the machine does. The errors
+are those of float32 logprobs against the model's own forward.
 
     python -m benchmarks.engine [--quick]
 """
@@ -229,7 +229,8 @@ def main() -> None:
     print(f"largest logprob error, float32: plain {error_plain:.1e}, after an in-flight update {error_in_flight:.1e}")
 
     engine = load_model(directory, dtype=torch.bfloat16, device=torch.device("cpu"))
-    generate: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.bfloat16).eval()
+    dtype = next(iter(engine.parameters.values())).dtype
+    generate: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype).eval()
     half = len(prompts) // 2
     equal = Workload(prompts[:half], [EQUAL_TOKENS] * (half * GROUP_SIZE))
     first = Workload(prompts[:half], LONG_TAIL[: half * GROUP_SIZE])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from transport.contracts.messages import WeightDelta, WeightManifest, encode, manifest_decoder
+from transport.contracts.messages import WeightDelta, WeightManifest, WeightRoutes, encode, manifest_decoder
+from transport.contracts.types import WorkerId
 from transport.errors import MessageError, PeerUnavailableError
 from transport.process.clock import MonotonicClock
 from transport.tensors.base import Endpoint, TimeLimit
@@ -22,6 +23,7 @@ from transport.tensors.wire import Channel
 from workers.generation.server.upkeep import hold
 from workers.weights.publish import DELTA, WeightPublisher
 from workers.weights.pull import WeightPuller
+from workers.weights.updates import along
 
 ELEMENTS = 1 << 18
 
@@ -158,6 +160,59 @@ def test_what_was_made_of_changes_is_passed_on_whole(run: Run, wire: Wire) -> No
         behind = replace(second, sources=(relayed_address(relay.address, second.weights), *second.sources))
         run.pull(behind, WeightPuller(limit=TimeLimit(5.0)))
         assert wire.take() == 0  # of the publisher's
+
+
+def behind(manifest: WeightManifest, relay: Relay) -> WeightManifest:
+    """As one reads it whose route begins at ``relay``."""
+    me = WorkerId("generate-1")
+    routes = {me: (relayed_address(relay.address, manifest.weights),)}
+    found = along(manifest, WeightRoutes(weights=manifest.weights, routes=routes), me)
+    assert found is not None
+    return found
+
+
+def test_changes_travel_along_relays_and_leave_the_trainer_once(run: Run, wire: Wire) -> None:
+    relay = Relay(secret=b"", limit=TimeLimit(5.0))
+    run.puller, last = WeightPuller(limit=TimeLimit(5.0), relay=relay), WeightPuller(limit=TimeLimit(5.0))
+    with contextlib.closing(relay):
+        first = run.publish()
+        run.pull(first)
+        run.pull(first, last)  # not of the relay, which is on this host: who maps its memory holds no base
+        for _ in range(2):
+            wire.take()
+            manifest = run.publish()
+            alone = delta_of(manifest)
+            run.pull(manifest)
+            assert wire.take() <= alone.total_bytes
+            routed = behind(manifest, relay)
+            only_there = replace(routed, sources=(), delta=replace(alone, sources=delta_of(routed).sources[:1]))
+            run.pull(only_there, last)
+            assert wire.take() == 0
+
+
+def test_a_relay_that_got_whole_weights_has_no_changes_and_the_trainer_has_them(run: Run, wire: Wire) -> None:
+    relay = Relay(secret=b"", limit=TimeLimit(5.0))
+    with contextlib.closing(relay):
+        run.pull(run.publish())
+        second = run.publish()
+        run.pull(second, WeightPuller(limit=TimeLimit(5.0), relay=relay))  # held nothing before
+        wire.take()
+        run.pull(behind(second, relay))
+        assert 0 < wire.take() <= delta_of(second).total_bytes
+
+
+def test_who_waits_for_changes_that_came_wrong_to_a_relay_goes_on_without_it(run: Run, wire: Wire) -> None:
+    relay = Relay(secret=b"", limit=TimeLimit(5.0))
+    run.puller = WeightPuller(limit=TimeLimit(5.0), relay=relay)
+    with contextlib.closing(relay):
+        first, last = run.publish(), WeightPuller(limit=TimeLimit(5.0))
+        run.pull(first)
+        run.pull(first, last)
+        manifest = run.publish()
+        run.pull(replace(manifest, delta=wrong_checksum(run, delta_of(manifest))))  # and passed on as a whole
+        wire.take()
+        run.pull(behind(manifest, relay), last)
+        assert 0 < wire.take() <= delta_of(manifest).total_bytes
 
 
 def test_a_worker_of_this_host_maps_the_whole(run: Run, wire: Wire) -> None:

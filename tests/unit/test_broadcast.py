@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.core.broadcast import (
@@ -69,6 +72,18 @@ def test_a_few_bytes_over_slow_round_trips_go_to_all_at_once():
     plan = plan_broadcast([1000], ranks(1), workers(16), links, piece_bytes=1000)
     assert broadcast_time(plan) == pytest.approx(1.0, abs=0.01)
     assert set(plan.trees[0].parents.values()) == {"rank0"}
+
+
+def test_a_tree_behind_a_slow_link_asks_little_of_cards_that_may_be_slower_than_supposed():
+    links = Links(site_bytes_per_s=1e9, card_bytes_per_s=1e9, slow_bytes_per_s=1e8)
+    plan = plan_broadcast([64 * MIB], ranks(1), workers(16, site="away"), links, piece_bytes=MIB)
+    feeding = Counter(plan.trees[0].parents.values())
+    assert max(feeding.values()) <= 2
+    at_supposed, at_slow = (
+        broadcast_time(replace(plan, links=replace(links, site_bytes_per_s=rate, card_bytes_per_s=rate)))
+        for rate in (1e9, 1e8)
+    )
+    assert at_slow < 2.5 * at_supposed
 
 
 def test_rank_0_sends_once_into_a_site_whose_gateway_broadcasts():

@@ -60,7 +60,7 @@ def test_a_route_begins_where_the_plan_says_ends_at_the_trainer_and_is_no_circle
 
 
 def test_the_first_child_of_a_dead_worker_takes_its_place() -> None:
-    links = Links(site_bytes_per_s=1e9, card_bytes_per_s=1e9, slow_bytes_per_s=1e6)
+    links = Links(site_bytes_per_s=1e9, card_bytes_per_s=1e9, slow_bytes_per_s=1e6, site_round_trip_s=1.0)
     receivers = [Peer(name=f"w{n}", host=f"h{n}", site="far") for n in range(6)]
     plan = plan_broadcast([1 << 20], [Source(name="t", host="th")], receivers, links, piece_bytes=1 << 20, most_trees=1)
     (tree,) = plan.trees

@@ -190,7 +190,9 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
         0.05  # share of an iteration that one worker more must save; docs/elastic.md
     )
     slots: AtLeast1 = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the weights that generate, and are published
+    dtype: Literal["bfloat16", "float32"] = (
+        "bfloat16"  # of the weights that generate, and are published; a CPU without bf16 computes with them in float32
+    )
     threads: AtLeast1 = 1  # CPU threads of each worker
     device: Device = "auto"  # auto: cuda when there is one, else cpu
     gpus: GpuNumbers = "auto"  # of `run`, which gives each worker its own; auto: those that the trainer leaves

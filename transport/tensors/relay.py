@@ -18,11 +18,11 @@ from __future__ import annotations
 import bisect
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from transport.contracts.messages import MessageDecoder, Piece, WeightManifest
+from transport.contracts.messages import MessageDecoder, Piece, WeightDelta, WeightManifest
 from transport.contracts.types import WeightIdentity
 from transport.errors import PeerUnavailableError, StreamError
 from transport.process.logs import get_logger
@@ -44,9 +44,10 @@ _request_decoder: MessageDecoder[ReadRange | Follow] = MessageDecoder(
 )
 
 
-def segment_of(weights: WeightIdentity, part: int | None = None) -> str:
-    """What a relay calls the version's own range of bytes, or that of a part of its manifest."""
-    return f"{weights.epoch}.{weights.version}.{weights.digest}" + (f".{part}" if part is not None else "")
+def segment_of(weights: WeightIdentity, part: int | None = None, *, changes: bool = False) -> str:
+    """What a relay calls the version's own range of bytes, or that of a part of its manifest; or what changed there."""
+    name = f"{weights.epoch}.{weights.version}.{weights.digest}" + (f".{part}" if part is not None else "")
+    return f"{name}.changes" if changes else name
 
 
 class Relayed:
@@ -236,15 +237,29 @@ class RelayedPart(Relayed):
         return copied[1]
 
 
-class RelayedVersion:
-    """A version that comes in, as others may ask for it: in one range, and as each part of its manifest."""
+class RelayedChanges(Relayed):
+    """What changed in the version, or in a part of it, as it came. Its spans are patches."""
 
-    def __init__(self, manifest: WeightManifest, memory: Memory) -> None:
+    def __init__(self, weights: WeightIdentity, part: int | None, delta: WeightDelta) -> None:
+        self.memory = Memory(delta.total_bytes)
+        super().__init__(weights, self.memory, [(patch.offset, patch.nbytes) for patch in delta.patches])
+        self.segment = segment_of(weights, part, changes=True)
+
+
+class RelayedVersion:
+    """A version that comes in, as others may ask for it: in one range, as each part of its manifest, and as changes."""
+
+    def __init__(
+        self, manifest: WeightManifest, memory: Memory, deltas: Mapping[int | None, WeightDelta] | None = None
+    ) -> None:
+        """deltas: of the parts that come as changes, by number; None: the version's own."""
         self._tensors = manifest.tensors
         whole = Relayed(manifest.weights, memory, [(spec.offset, spec.nbytes) for spec in manifest.tensors])
-        self.segments = (whole, *(RelayedPart(manifest, part, memory) for part in range(len(manifest.parts))))
+        parts = [RelayedPart(manifest, part, memory) for part in range(len(manifest.parts))]
+        self.changes = {part: RelayedChanges(manifest.weights, part, delta) for part, delta in (deltas or {}).items()}
+        self.segments: Sequence[Relayed] = (whole, *parts, *self.changes.values())
         self._pieces: dict[int, list[tuple[Relayed, Piece]]] = {}  # by tensor
-        for segment, part in zip(self.segments[1:], manifest.parts, strict=True):
+        for segment, part in zip(parts, manifest.parts, strict=True):
             for piece in part.pieces:
                 self._pieces.setdefault(piece.tensor, []).append((segment, piece))
 
@@ -414,3 +429,8 @@ def _place(segment: str) -> tuple[int, int] | None:
 def relayed_address(relay: str, weights: WeightIdentity, part: int | None = None) -> str:
     """Where a relay that listens at ``relay`` has the version, or a part of it."""
     return f"{relay}/{segment_of(weights, part)}"
+
+
+def relayed_changes(address: str, weights: WeightIdentity, part: int | None = None) -> str:
+    """Where the relay that ``relayed_address`` names has what changed, if the version comes to it so."""
+    return f"{address.rpartition('/')[0]}/{segment_of(weights, part, changes=True)}"

@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -57,7 +57,7 @@ from transport.tensors.manifest import (
 )
 from transport.tensors.pieces import Box, box_of, whole
 from transport.tensors.receive import Memory, Receiving, Stretch
-from transport.tensors.relay import Relay, RelayedVersion, segment_of
+from transport.tensors.relay import Relay, RelayedChanges, RelayedVersion, segment_of
 from transport.tensors.tcp import TcpSegment, reader_for
 from workers.errors import WeightsMismatchError
 
@@ -246,13 +246,13 @@ class WeightPuller:
         self._leave_to_readers()
         with _Checks(hurry) as checks:
             base = self._spare.content if self._spare is not None else ""
-            changes = _changes_since(base, manifest) if wanted is None else ()
+            changes = _changes_since(base, manifest) if wanted is None else {}
             memory = self._copy_of_base() if changes else self._memory_of(manifest.total_bytes)
             content, memory.content = "" if changes else memory.content, ""
-            relayed = self._relayed = self._pass_on(manifest, memory) if wanted is None else None
+            relayed = self._relayed = self._pass_on(manifest, memory, changes) if wanted is None else None
             wish = _Wish(manifest, verify, boxes, self._limit.deadline(0), memory, checks, relayed)
             try:
-                changed = all([self._change(wish, part, given_up) for part in changes]) and wish.is_all_here()
+                changed = all([self._change(wish, *part, given_up) for part in changes.items()]) and wish.is_all_here()
                 wish.deadline = self._limit.deadline(manifest.total_bytes, given_up)  # of what comes whole: from now on
                 stack, pieces = (ExitStack(), wish.whole_pieces()) if changed else self._opened_or_ended(wish)
                 checks.end()
@@ -284,10 +284,13 @@ class WeightPuller:
         if self._relayed is not None:
             self._relayed.end()
 
-    def _pass_on(self, manifest: WeightManifest, memory: Memory) -> RelayedVersion | None:
+    def _pass_on(
+        self, manifest: WeightManifest, memory: Memory, changes: Mapping[int | None, WeightPart] | None = None
+    ) -> RelayedVersion | None:
         if self._relay is None:
             return None
-        relayed = RelayedVersion(manifest, memory)
+        deltas = {number: part.delta for number, part in (changes or {}).items() if part.delta is not None}
+        relayed = RelayedVersion(manifest, memory, deltas)
         self._relay.offer(*relayed.segments)
         return relayed
 
@@ -301,7 +304,7 @@ class WeightPuller:
         memory.buffer[:] = base.buffer
         return memory
 
-    def _change(self, wish: _Wish, part: WeightPart, given_up: threading.Event | None) -> bool:
+    def _change(self, wish: _Wish, number: int | None, part: WeightPart, given_up: threading.Event | None) -> bool:
         """Receive what changed in ``part``, each patch into its piece in the memory, and check all pieces.
 
         Returns False where no source has that, or it is wrong: whole pieces have to come.
@@ -309,21 +312,45 @@ class WeightPuller:
         delta = part.delta
         if delta is None:
             return False
-        deadline = self._limit.deadline(delta.total_bytes, given_up)
-        receiving = Receiving([wish.patching(part, patch) for patch in delta.patches])
+        relayed = wish.relayed.changes[number] if wish.relayed is not None else None
+        receiving = Receiving([wish.patching(part, patch, relayed) for patch in delta.patches])
+        whole_deadline = self._limit.deadline(delta.total_bytes, given_up)
+        failure: StreamError | None = None
         try:
-            for address in choose_sources(delta.sources, part.host):
-                with (
-                    suppress(PeerUnavailableError),
-                    closing(self._open(address, delta.total_bytes, deadline)) as segment,
-                ):
-                    receiving.take(segment)
-                    for piece in part.pieces:
-                        wish.verify_in_memory(piece)
-                    return True
-        except PULL_FAILURES as error:
-            log.warning("changes not used, whole weights are", weights=str(wish.manifest.weights), reason=str(error))
+            for address, deadline, reach_s in self._in_turn(delta.sources, part.host, whole_deadline, receiving):
+                try:
+                    with closing(self._open(address, delta.total_bytes, deadline, reach_s)) as segment:
+                        if self._relay is not None and isinstance(segment, TcpSegment):
+                            self._relay.listen(segment.own_host)
+                        receiving.take(segment)
+                except PULL_FAILURES as error:
+                    failure = error
+                    continue
+                for piece in part.pieces:
+                    wish.verify_in_memory(piece)
+                return True
+        except PULL_FAILURES as error:  # the base was another, or no source can be read
+            failure = error
+        log.warning("changes not used, whole weights are", weights=str(wish.manifest.weights), reason=str(failure))
+        if relayed is not None:
+            relayed.end()
         return False
+
+    def _in_turn(
+        self, sources: Sequence[str], host: str, whole_deadline: Deadline, receiving: Receiving
+    ) -> Iterator[tuple[Address, Deadline, float]]:
+        """Each that can be read from here, best first, until when it is borne with, and how long it may take to greet.
+
+        The last of ``sources`` is the publisher, for which time is left.
+        """
+        found = choose_sources(sources, host)
+        addresses = sorted(found, key=self._is_away)
+        for number, address in enumerate(addresses):
+            if address == found[-1]:
+                yield address, whole_deadline, math.inf
+            else:
+                reach_s = min(REACH_S, whole_deadline.remaining_s() / (2 * (len(addresses) - number)))
+                yield address, self._limit.patience(whole_deadline, receiving.missing_bytes), reach_s
 
     def _open(self, address: Address, nbytes: int, deadline: Deadline, reach_s: float = math.inf) -> Segment:
         """reach_s: within which its server has to greet. One that does not is asked last for a while."""
@@ -404,18 +431,13 @@ class WeightPuller:
         receiving = Receiving([wish.stretch(piece) for piece in pieces if not wish.has_come(piece)])
         if pieces and receiving.is_done:
             return wish.received(pieces)
-        found = choose_sources(part.sources, part.host)
-        addresses, idle = sorted(found, key=self._is_away), 0
+        addresses, idle = choose_sources(part.sources, part.host), 0
         if not any(wish.may_map(address) for address in addresses):
             wish.memory.allocate()  # or nobody need be asked
         try:
             while addresses and idle < ROUNDS:
                 received = receiving.nbytes
-                for number, address in enumerate(addresses):
-                    reach_s, deadline = math.inf, wish.deadline
-                    if address != found[-1]:  # the publisher, for which time has to be left
-                        reach_s = min(REACH_S, wish.deadline.remaining_s() / (2 * (len(addresses) - number)))
-                        deadline = self._limit.patience(wish.deadline, receiving.missing_bytes)
+                for address, deadline, reach_s in self._in_turn(part.sources, part.host, wish.deadline, receiving):
                     try:
                         return self._open_at(address, wish, part, pieces, receiving, stack, reach_s, deadline)
                     except PULL_FAILURES as error:
@@ -571,20 +593,24 @@ class _Wish:
         """All tensors, in ``memory``."""
         return self.received(single_part(self.manifest).pieces)
 
-    def patching(self, part: WeightPart, patch: TensorPatch) -> Stretch:
-        """The patch, and once it is there its piece, changed."""
+    def patching(self, part: WeightPart, patch: TensorPatch, relayed: RelayedChanges | None) -> Stretch:
+        """The patch, and once it is there its piece, changed. relayed: where others may ask for it then."""
         piece = part.pieces[patch.tensor]
         spec = self.manifest.tensors[piece.tensor]
 
         def finish(data: memoryview) -> None:
             if checksum(data) != patch.checksum:
                 raise ChecksumError(f"{self.manifest.weights}: what changed in tensor {spec.name!r} came wrong")
+            if relayed is not None:
+                relayed.verified([patch.offset])
             row = self.assembled.row(piece)
             apply(data, row, ITEM_BYTES[spec.dtype])
             if not self.assembled.is_row(piece):
                 self.assembled.put(piece, row)
 
         def place() -> memoryview:
+            if relayed is not None:
+                return relayed.memory.buffer[patch.offset : patch.offset + patch.nbytes]
             return memoryview(bytearray(patch.nbytes))
 
         return Stretch(patch.offset, patch.nbytes, place, lambda data: self.checks.run(partial(finish, data)))
@@ -623,12 +649,19 @@ def _content(weights: WeightIdentity, manifest: WeightManifest) -> str:
     return f"{weights.digest} {digest_layout(manifest.tensors)}"
 
 
-def _changes_since(base: str, manifest: WeightManifest) -> Sequence[WeightPart]:
-    """The parts of which there is what changed since the content ``base``; none where all of it costs nothing."""
-    parts = manifest.parts or (single_part(manifest),)
-    if all(any(one.is_mapped for one in choose_sources(part.sources, part.host)) for part in parts):
-        return ()
-    return [part for part in parts if part.delta is not None and _content(part.delta.base, manifest) == base]
+def _changes_since(base: str, manifest: WeightManifest) -> Mapping[int | None, WeightPart]:
+    """By number the parts of which there is what changed since the content ``base``, None for the version as one.
+
+    None of them where all of it costs nothing.
+    """
+    parts = dict(enumerate(manifest.parts)) if manifest.parts else {None: single_part(manifest)}
+    if all(any(one.is_mapped for one in choose_sources(part.sources, part.host)) for part in parts.values()):
+        return {}
+    return {
+        number: part
+        for number, part in parts.items()
+        if part.delta is not None and _content(part.delta.base, manifest) == base
+    }
 
 
 def _checked(manifest: WeightManifest, wanted: Mapping[str, Box] | None) -> Mapping[int, Box] | None:

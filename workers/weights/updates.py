@@ -33,6 +33,8 @@ from msgspec.structs import replace
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, LogEntry
 from transport.contracts.messages import (
+    Addresses,
+    WeightDelta,
     WeightManifest,
     WeightRoutes,
     WeightsFailed,
@@ -45,6 +47,7 @@ from transport.errors import ChecksumError, MessageError, PeerRejectedError, Pee
 from transport.process import faults
 from transport.process.clock import Clock
 from transport.tensors.base import host_id
+from transport.tensors.relay import relayed_changes
 from workers.errors import WeightsMismatchError
 
 if TYPE_CHECKING:
@@ -304,12 +307,21 @@ def read_routes(entry: LogEntry) -> WeightRoutes | None:
 
 def along(manifest: WeightManifest, planned: WeightRoutes, worker: WorkerId) -> WeightManifest | None:
     """``manifest`` with those first whom ``worker`` is to ask; None where nothing is said of it."""
-    if (sources := planned.routes.get(worker)) is not None:
-        return replace(manifest, sources=(*sources, *manifest.sources))
-    if (ways := planned.parts.get(worker)) is None or len(ways) != len(manifest.parts):
+    whole, ways = planned.routes.get(worker), planned.parts.get(worker)
+    if whole is None and (ways is None or len(ways) != len(manifest.parts)):
         return None
-    parts = zip(manifest.parts, ways, strict=True)
-    return replace(manifest, parts=tuple(replace(part, sources=(*way, *part.sources)) for part, way in parts))
+    ways = ways or (whole or (),) * len(manifest.parts)
+
+    def changes(delta: WeightDelta | None, way: Addresses, part: int | None = None) -> WeightDelta | None:
+        ahead = (relayed_changes(address, manifest.weights, part) for address in way)
+        return replace(delta, sources=(*ahead, *delta.sources)) if delta is not None else None
+
+    parts = tuple(
+        replace(part, sources=part.sources if whole else (*way, *part.sources), delta=changes(part.delta, way, number))
+        for number, (part, way) in enumerate(zip(manifest.parts, ways, strict=True))
+    )
+    sources = (*(whole or ()), *manifest.sources)
+    return replace(manifest, sources=sources, parts=parts, delta=changes(manifest.delta, whole or ()))
 
 
 async def newest_manifest(broker: Broker) -> tuple[LogEntry, WeightManifest] | None:

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from transport.contracts.settings import GenerationSettings, LoraSettings
 from transport.contracts.types import GroupId, WeightIdentity
 from transport.process.clock import Clock
+from transport.process.logs import get_logger
 from workers.errors import EngineHungError, ModelError, StreamError
 from workers.generation.embedded.forward import FusedForward, LoadedModel, ModuleForward, can_fuse
 from workers.generation.embedded.slots import SlotDecoder
@@ -41,9 +42,11 @@ from workers.generation.engine import (
     ResultQueue,
     StopStrings,
 )
-from workers.models import check_model_dir, choose_device
+from workers.models import check_model_dir, choose_device, multiplies_bf16
 from workers.weights.adapters import AdaptedWeights, adapted_weights
 from workers.weights.pull import check_tensors, shown_names
+
+log = get_logger(__name__)
 
 CPU_MAX_CONTEXT = 2048
 """Tokens; the default limit on a CPU, where longer samples take minutes and KV memory competes with everything else."""
@@ -65,11 +68,15 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal language model for generation.
 
-    Args:   max_context: tokens of prompt + response; 0: what the model allows, at most CPU_MAX_CONTEXT on a CPU.
+    Args:   dtype: of its weights. It computes with the same values in float32 where the hardware has no bf16.
+            max_context: tokens of prompt + response; 0: what the model allows, at most CPU_MAX_CONTEXT on a CPU.
     Raises: ModelError: directory or file missing, broken, of a kind that cannot run here; it says which and what to do.
     """
     check_model_dir(directory)
     model = _read(directory, dtype, trust_remote_code).to(device).eval()
+    if dtype == torch.bfloat16 and not multiplies_bf16(device):
+        log.info("computes in float32: this hardware does not multiply bfloat16", model=str(directory))
+        model = model.float()
     allowed = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or CPU_MAX_CONTEXT)
     if max_context > allowed:
         raise ModelError(f"generation.max_context is {max_context}, but the model allows {allowed} tokens")

@@ -32,7 +32,7 @@ from transport.contracts.settings import LoraSettings, Settings
 from transport.contracts.types import GroupId, RowId
 from workers.algorithms.loss import LossMetrics, LossTerm, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
-from workers.models import choose_device
+from workers.models import choose_device, multiplies_bf16
 from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy import attention
 from workers.trainer.policy import lora as lora_layers
@@ -397,16 +397,10 @@ def check_window(config: PreTrainedConfig, max_context: int) -> None:
 
 
 def choose_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:
-    """The dtype of the forward pass.
-
-    "auto" is bf16 where the hardware multiplies it: a GPU, or a CPU with avx512_bf16 or amx (3x the fp32 step on one
-    core of such a CPU). Elsewhere oneDNN emulates it, slower than fp32.
-    """
-    if name != "auto":
-        return torch.bfloat16 if name == "bfloat16" else torch.float32
-    cpu = torch.cpu.get_capabilities()
-    in_hardware = device.type == "cuda" or cpu.get("avx512_bf16") or cpu.get("amx_bf16")
-    return torch.bfloat16 if in_hardware else torch.float32
+    """The dtype of the forward pass. "auto" is bf16 where the hardware multiplies it."""
+    if name == "auto":
+        return torch.bfloat16 if multiplies_bf16(device) else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def plain_head(module: PreTrainedModel) -> nn.Linear:
