@@ -27,6 +27,7 @@ from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
 from transport.tensors.receive import Memory
 from transport.tensors.relay import Relay, Relayed, relayed_address
 from transport.tensors.tcp import RangeFollows, ReadRange, TcpReader, Waits
+from transport.tensors.ucx import is_installed
 from transport.tensors.wire import Channel, ChannelServer
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
@@ -35,6 +36,9 @@ from workers.weights.updates import WeightUpdates
 NUM_TENSORS, TENSOR_BYTES = 16, 1 << 20
 WAIT_S = 60.0
 LIMIT = TimeLimit(WAIT_S)
+
+
+needs_ucx = pytest.param(True, marks=pytest.mark.skipif(not is_installed(), reason="extra ucx is not installed"))
 
 
 def policy(version: int) -> dict[str, torch.Tensor]:
@@ -107,11 +111,11 @@ def trainer(publisher: WeightPublisher) -> Iterator[Callable[..., Trainer]]:
 
 
 @pytest.fixture
-def relay() -> Iterator[Callable[[], Relay]]:
+def relay() -> Iterator[Callable[..., Relay]]:
     made: list[Relay] = []
 
-    def make() -> Relay:
-        made.append(Relay(secret=b"", limit=LIMIT))
+    def make(ucx: bool = False) -> Relay:
+        made.append(Relay(secret=b"", limit=LIMIT, ucx=ucx))
         return made[-1]
 
     yield make
@@ -430,17 +434,19 @@ async def test_a_worker_that_sends_drop_by_drop_is_left_and_what_it_sent_is_not_
     assert asked.offset > half
 
 
-def test_a_worker_that_waits_for_its_own_source_is_waited_for(trainer, relay) -> None:
+@pytest.mark.parametrize("ucx", [False, needs_ucx])
+def test_a_worker_that_waits_for_its_own_source_is_waited_for(trainer, relay, ucx: bool) -> None:
     """The trainer is silent for longer than a worker alone is borne with: nobody else could have more."""
-    one, source = relay(), trainer(1, gate=NUM_TENSORS // 2 * TENSOR_BYTES)
+    one, source = relay(ucx), trainer(1, gate=NUM_TENSORS // 2 * TENSOR_BYTES)
     one.listen("127.0.0.1")
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(pulled, WeightPuller(limit=LIMIT, relay=one), source.manifest)
         assert source.stopped.wait(WAIT_S)
-        puller = WeightPuller(limit=TimeLimit(8.0, FAST_MB_S))
+        puller = WeightPuller(limit=TimeLimit(8.0, FAST_MB_S), ucx=ucx)
         second = threads.submit(pulled, puller, behind(source.manifest, one.address))
         time.sleep(6)  # of the 8 s it would bear a silent one for 4
         source.opened.set()
         for pull in (first, second):
             assert_right(pull.result(WAIT_S), 1)
     assert source.num_asked_bytes == source.manifest.total_bytes
+    assert puller.way == ("ucx" if ucx else "tcp")

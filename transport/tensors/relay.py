@@ -30,7 +30,16 @@ from transport.tensors.assembled import Assembled
 from transport.tensors.base import Deadline, Endpoint, TimeLimit, host_id, is_loopback
 from transport.tensors.manifest import piece_bytes
 from transport.tensors.receive import Memory
-from transport.tensors.tcp import Follow, RangeFollows, ReadRange, Verified, Waits, check_range, serve_range
+from transport.tensors.tcp import (
+    Follow,
+    RangeFollows,
+    ReadRange,
+    Verified,
+    Waits,
+    check_range,
+    sending_by_ucx,
+    serve_range,
+)
 from transport.tensors.ucx import CHUNK_BYTES
 from transport.tensors.wire import Channel, ChannelServer, Refused
 
@@ -104,13 +113,19 @@ class Relayed:
             channel.send_view(self._view(offset, upto))
             offset = upto
 
-    def send_ranges(self, channel: Channel, offset: int, nbytes: int, beat_s: float, limit: TimeLimit) -> None:
+    def send_ranges(self, channel: Channel, request: ReadRange, beat_s: float, endpoint: Endpoint) -> None:
         """The same, and each time that nothing came for ``beat_s``, that it is waited for."""
-        end = offset + nbytes
+        ucx = sending_by_ucx(channel, request, endpoint)
+        offset, end, tag = request.offset, request.offset + request.nbytes, request.tag
+        at_once = SEND_BYTES if ucx is None else request.nbytes
         while offset < end:
-            channel.deadline = limit.deadline(end - offset)
-            while upto := min(end, offset + SEND_BYTES, self._until(offset, beat_s)):
-                channel.send(RangeFollows(nbytes=upto - offset), [self._view(offset, upto)])
+            channel.deadline = endpoint.limit.deadline(end - offset)
+            while upto := min(end, offset + at_once, self._until(offset, beat_s)):
+                if ucx is None:
+                    channel.send(RangeFollows(nbytes=upto - offset), [self._view(offset, upto)])
+                else:
+                    channel.send(RangeFollows(nbytes=upto - offset, ucx=ucx.address))
+                    tag = ucx.send(tag, self.chunks(channel, offset, upto - offset))
                 if (offset := upto) == end:
                     return
             channel.send(Waits())
@@ -356,7 +371,7 @@ class Relay:
         """Raises MessageError, after the reader was told; PeerUnavailableError."""
         if isinstance(request, Follow):
             relayed.follow(channel, request.memory, self._beat_s(request), self._limit)
-        elif not request.beat_s or (self._endpoint.ucx and request.ucx):
+        elif not request.beat_s:
             serve_range(channel, request, relayed, self._endpoint)
         else:
             check_range(channel, request, relayed.nbytes, self._limit)
@@ -364,7 +379,7 @@ class Relay:
                 where = relayed.address(channel, self._beat_s(request), self._limit)
                 channel.send(RangeFollows(nbytes=0, memory=where))
             else:
-                relayed.send_ranges(channel, request.offset, request.nbytes, self._beat_s(request), self._limit)
+                relayed.send_ranges(channel, request, self._beat_s(request), self._endpoint)
 
     def _beat_s(self, request: ReadRange | Follow) -> float:
         """As often as the reader wants, within reason."""

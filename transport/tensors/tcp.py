@@ -103,7 +103,7 @@ def serve_range(channel: Channel, request: ReadRange, held: Held, endpoint: Endp
     """Answer ``request`` from ``held``. Raises MessageError, after the reader was told, where it is not inside."""
     check_range(channel, request, held.nbytes, endpoint.limit)
     channel.deadline = endpoint.limit.deadline(request.nbytes)
-    ucx = _sending(channel, request.ucx) if endpoint.ucx and request.ucx else None
+    ucx = sending_by_ucx(channel, request, endpoint)
     if ucx is None:
         held.send(channel, RangeFollows(nbytes=request.nbytes), request.offset)
     else:
@@ -120,11 +120,13 @@ def check_range(channel: Channel, request: ReadRange, nbytes: int, limit: TimeLi
         raise MessageError(f"{channel.address} asks for bytes that segment {request.segment!r} does not have")
 
 
-def _sending(channel: Channel, reader: UcxAddress) -> UcxSending | None:
-    """UCX to the reader of this connection; None where it finds no way."""
+def sending_by_ucx(channel: Channel, request: ReadRange, endpoint: Endpoint) -> UcxSending | None:
+    """UCX to the reader of this connection; None where one of the two has it not, or it finds no way."""
+    if not endpoint.ucx or request.ucx is None:
+        return None
     if channel.beside is None:
         try:
-            channel.beside = UcxSending(channel, reader)
+            channel.beside = UcxSending(channel, request.ucx)
         except PeerUnavailableError as error:
             log.info("bytes go by TCP", to=channel.address, reason=error.reason)
     return channel.beside if isinstance(channel.beside, UcxSending) else None
@@ -214,9 +216,6 @@ class TcpSegment:
             )
         )
         self.by_ucx = self._ucx is not None and answer.ucx is not None
-        if self._ucx is not None and answer.ucx is not None:
-            self._channel.deadline = self._channel.deadline.whole  # a sender by UCX does not say that it waits
-            self._ucx.expect(nbytes, answer.ucx)
 
     def _answer_to(self, request: ReadRange) -> RangeFollows:
         self._channel.send(request)
@@ -230,18 +229,19 @@ class TcpSegment:
             if answer.retry:
                 raise PeerUnavailableError(self._channel.address, answer.reason)
             raise ChecksumError(f"{self._channel.address}: {answer.reason} instead of {self._nbytes}")
-        in_ranges = bool(self._channel.deadline.beat_s) and answer.ucx is None
+        in_ranges = bool(self._channel.deadline.beat_s)
         if answer.nbytes != self._left and not (in_ranges and 0 < answer.nbytes < self._left):
             raise ChecksumError(f"{self._channel.address} sends {answer.nbytes} bytes instead of {self._left}")
         self._in_range = answer.nbytes
+        if self._ucx is not None and answer.ucx is not None:
+            self._ucx.expect(answer.nbytes, answer.ucx)
         return answer
 
     def read(self, view: memoryview) -> int:
-        if self._ucx is not None and self.by_ucx:
-            return self._ucx.read(view)
         if not self._in_range:
             self._next_range()
-        count = self._channel.receive_some(view[: self._in_range])
+        view = view[: self._in_range]
+        count = self._ucx.read(view) if self._ucx is not None and self.by_ucx else self._channel.receive_some(view)
         self._in_range -= count
         self._left -= count
         self._channel.deadline.note_bytes(count)

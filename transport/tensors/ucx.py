@@ -255,18 +255,20 @@ class UcxSending:
             self.close()
             raise
 
-    def send(self, tag: int, views: Iterable[memoryview]) -> None:
-        """Send ``views``, each of which stays as it is until this returns. Raises PeerUnavailableError.
+    def send(self, tag: int, views: Iterable[memoryview]) -> int:
+        """Send ``views`` under ``tag`` and those after it. Each stays as it is until this returns.
 
-        Where it raises, bytes may still be read from the views.
+        Returns the next tag. Raises PeerUnavailableError: bytes may still be read from the views.
         """
         worker = self._worker
-        for number, view in enumerate(views, tag):
-            worker.begin(worker.endpoint.tag_send, view, number)
+        for view in views:
+            worker.begin(worker.endpoint.tag_send, view, tag)
+            tag += 1
             if worker.num_under_way > AHEAD:
                 worker.finish_first()
         while worker.num_under_way:
             worker.finish_first()
+        return tag
 
     def close(self) -> None:
         """Its memory is free again, or is kept, and so is what it lies in, until the reader is gone."""
