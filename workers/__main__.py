@@ -135,6 +135,8 @@ class Joining:
         ),
     ] = None
     tls_ca: Annotated[str, typer.Option(help="CA file for a rediss:// broker")] = ""
+    tls_cert: Annotated[str, typer.Option(help="certificate for a rediss:// broker that asks for one")] = ""
+    tls_key: Annotated[str, typer.Option(help="file of its private key")] = ""
     outage_s: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait for a broker that went away")] = (
         BrokerSettings().outage_s
     )
@@ -166,7 +168,14 @@ class Joining:
         if len(self.site) > MAX_SITE_CHARACTERS or not self.site.isprintable():
             raise typer.BadParameter(f"--site: {self.site!r} is no name of at most {MAX_SITE_CHARACTERS} characters")
         password = read_secret(os.environ, BROKER_PASSWORD)
-        settings = BrokerSettings(url=self.broker, password=password, tls_ca=self.tls_ca, outage_s=self.outage_s)
+        settings = BrokerSettings(
+            url=self.broker,
+            password=password,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            outage_s=self.outage_s,
+        )
         heartbeat = heartbeat_file(index)
 
         async def serve() -> bool:

@@ -65,8 +65,11 @@ def _broken_of_processes(s: Settings) -> Iterator[tuple[str, str]]:
         yield "rows.ports", NO_PORTS
     if s.api.secret and len(s.api.secret) < MIN_CHARACTERS:
         yield "api.secret", f"must be {MIN_CHARACTERS} characters or more; make one with {HOW_TO_MAKE}"
-    if s.broker.tls_ca and not s.broker.url.startswith("rediss"):
-        yield "broker.tls_ca broker.url", "needs a broker.url that starts with rediss://"
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        if getattr(s.broker, name) and not s.broker.url.startswith("rediss"):
+            yield f"broker.{name} broker.url", "needs a broker.url that starts with rediss://"
+    if bool(s.broker.tls_cert) != bool(s.broker.tls_key):
+        yield "broker.tls_cert broker.tls_key", "go together: a certificate is shown with its private key"
     if s.liveness.lease_s < 2 * s.liveness.heartbeat_s:
         yield (
             "liveness.lease_s liveness.heartbeat_s",

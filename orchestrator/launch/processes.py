@@ -91,7 +91,9 @@ class LocalFleet:
 
     def worker(self, kind: WorkerKind, index: int) -> ChildSpec:
         broker = self.settings.broker
-        reach = ["--tls-ca", broker.tls_ca, "--outage-s", str(broker.outage_s)]
+        files = {"--tls-ca": broker.tls_ca, "--tls-cert": broker.tls_cert, "--tls-key": broker.tls_key}
+        reach = [text for option, path in files.items() if path for text in (option, path)]
+        reach += ["--outage-s", str(broker.outage_s)]
         argv = python_module("workers", kind.value, "--index", str(index), *self._common(kind), *reach)
         argv += self._local_arguments(kind) + (self.gpus.arguments(kind, index) if self.gpus else [])
         return ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=self.env)

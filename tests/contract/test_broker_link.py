@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 
@@ -445,7 +446,7 @@ async def test_error_never_shows_the_password(servers: Servers) -> None:
 
 @pytest.fixture
 def tls_files(tmp_path: Path) -> Path:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    """A certificate of 127.0.0.1 that signs itself, its key, and that key behind a pass phrase."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl binary to make a certificate with")
@@ -454,6 +455,16 @@ def tls_files(tmp_path: Path) -> Path:
     )
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "ca.pem")]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    locked = [
+        "-aes256",
+        "-passout",
+        "pass:word",
+        "-in",
+        str(tmp_path / "key.pem"),
+        "-out",
+        str(tmp_path / "locked.pem"),
+    ]
+    subprocess.run([openssl, "rsa", *locked], check=True, capture_output=True)
     return tmp_path
 
 
@@ -469,6 +480,26 @@ async def test_tls(servers: Servers, tls_files: Path) -> None:
     await broker.close()
     with pytest.raises(BrokerRejectedError, match=r"not trusted .*broker\.tls_ca"):
         await connect(BrokerSettings(url=url, outage_s=5), RUN)
+
+
+@pytest.mark.redis
+async def test_a_server_that_asks_for_a_certificate(servers: Servers, tls_files: Path) -> None:
+    certificate, key = str(tls_files / "ca.pem"), str(tls_files / "key.pem")
+    port = free_port()
+    tls = ["--tls-port", str(port), "--tls-cert-file", certificate, "--tls-key-file", key]
+    servers.start(*tls, "--tls-ca-cert-file", certificate, "--tls-auth-clients", "yes", kind="redis").wait_listening(
+        port
+    )
+    settings = BrokerSettings(url=f"rediss://127.0.0.1:{port}", tls_ca=certificate, outage_s=5)
+    shown = msgspec.structs.replace(settings, tls_cert=certificate, tls_key=key)
+    broker = await connect(shown, RUN)
+    assert (await broker.commit(finished_row())).inserted == (True,)
+    await broker.close()
+    with pytest.raises(BrokerRejectedError, match=r"broker\.tls_cert and broker\.tls_key"):
+        await connect(settings, RUN)
+    for wrong in ("no-such-file.pem", certificate, str(tls_files / "locked.pem")):
+        with pytest.raises(BrokerRejectedError, match="without a pass phrase"):
+            await connect(msgspec.structs.replace(shown, tls_key=wrong), RUN)
 
 
 async def test_tls_to_a_server_without(server_url: str) -> None:

@@ -467,6 +467,7 @@ def test_out_of_range(argument: str, message: str):
         (["eval.every=2", "trainer.engine=none"], "eval.every = 2 must be 0 with trainer.engine"),
         (["eval.seed=0"], "eval.seed = 0 must differ from run.seed"),
         (["broker.tls_ca=ca.pem", "broker.url=redis://h"], "needs a broker.url that starts with rediss://"),
+        (["broker.tls_cert=me.pem", "broker.url=rediss://h"], "go together"),
         (["liveness.lease_s=1"], "must be at least twice liveness.heartbeat_s"),
         (["liveness.stall_s=100"], "must be above liveness.lease_s and pipeline.rollout_timeout_s"),
     ],

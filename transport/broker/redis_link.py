@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 from redis import exceptions
@@ -178,6 +178,44 @@ class _Connections:
             await self.drop(connection)
 
 
+class Tls(NamedTuple):
+    """Files of ``rediss://``. ca: who signed the server's certificate.  cert, key: what this side shows it."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    def arguments(self) -> dict[str, str]:
+        """For redis-py. Raises BrokerRejectedError: a file is not what its setting says."""
+        found: dict[str, str] = {}
+        if self.ca:
+            try:
+                ssl.create_default_context(cafile=self.ca)
+            except (OSError, ssl.SSLError) as error:
+                raise BrokerRejectedError(
+                    f"broker.tls_ca (--tls-ca) {self.ca} is no file of CA certificates: {error.strerror or error}"
+                ) from error
+            found["ssl_ca_certs"] = self.ca
+        if self.cert or self.key:
+            try:
+                ssl.create_default_context().load_cert_chain(self.cert, self.key, password=_no_pass_phrase)
+            except (OSError, ssl.SSLError) as error:
+                raise BrokerRejectedError(
+                    f"broker.tls_cert (--tls-cert) {self.cert} and broker.tls_key (--tls-key) {self.key} are no "
+                    f"certificate and its private key, without a pass phrase: {error.strerror or error}"
+                ) from error
+            found |= {"ssl_certfile": self.cert, "ssl_keyfile": self.key}
+        return found
+
+
+NO_TLS_FILES = Tls()
+
+
+def _no_pass_phrase() -> bytes:
+    """OpenSSL would ask for it on the terminal."""
+    return b""
+
+
 class RedisLink:
     """A client of one server, or of whichever is the primary now (primary.py).
 
@@ -192,11 +230,11 @@ class RedisLink:
         *,
         key: str = "",
         password: str = "",
-        tls_ca: str = "",
+        tls: Tls = NO_TLS_FILES,
         outage_s: float = 60.0,
         timeout_s: float = 10.0,
     ) -> None:
-        arguments, watchers = _pool_arguments(url, key, password, tls_ca)
+        arguments, watchers = _pool_arguments(url, key, password, tls)
         kind = cast("type[Connection]", arguments.pop("connection_class", Connection))
         if watchers is not None:
             watchers.kind, watchers.arguments = kind, dict(arguments)
@@ -302,6 +340,11 @@ class RedisLink:
                     f"broker {self.address} has a certificate that is not trusted ({cause.verify_message}): "
                     "set broker.tls_ca to the CA file that signed it, and use the host name it was made for"
                 )
+            if isinstance(cause, ssl.SSLError) and "CERTIFICATE" in (cause.reason or ""):
+                return BrokerRejectedError(
+                    f"broker {self.address} refuses the certificate of this side, or its lack ({cause.reason}): "
+                    "set broker.tls_cert and broker.tls_key to what its CA has signed"
+                )
             if isinstance(cause, ssl.SSLError):
                 return BrokerRejectedError(
                     f"broker {self.address} does not speak TLS as asked ({cause.reason}): "
@@ -315,7 +358,7 @@ class RedisLink:
         return BrokerUnavailableError(self.address, reason)
 
 
-def _pool_arguments(url: str, key: str, password: str, tls_ca: str) -> tuple[dict[str, Any], Watchers | None]:
+def _pool_arguments(url: str, key: str, password: str, tls: Tls) -> tuple[dict[str, Any], Watchers | None]:
     """redis-py's arguments: RESP2 (its replies are plain lists), no retries, no CLIENT SETINFO (newer than 7.0).
 
     No time-out of its own either: it writes under asyncio.wait_for, which in Python 3.11 swallows a cancellation that
@@ -330,14 +373,8 @@ def _pool_arguments(url: str, key: str, password: str, tls_ca: str) -> tuple[dic
         ) from error
     if password:
         arguments.setdefault("password", password)
-    if arguments.get("connection_class") is SSLConnection and tls_ca:
-        try:
-            ssl.create_default_context(cafile=tls_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise BrokerRejectedError(
-                f"broker.tls_ca (--tls-ca) {tls_ca} is no file of CA certificates: {error.strerror or error}"
-            ) from error
-        arguments["ssl_ca_certs"] = tls_ca
+    if arguments.get("connection_class") is SSLConnection:
+        arguments.update(tls.arguments())
     arguments.update(
         protocol=2,
         decode_responses=False,

@@ -44,7 +44,7 @@ from transport.broker.base import (
     parse_entry_id,
     without_blocks,
 )
-from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError, ScriptCall
+from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError, ScriptCall, Tls
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 from transport.errors import BrokerRejectedError, FencedError, TailLostError
@@ -510,7 +510,7 @@ async def connect(
         url or settings.url,
         key=keys.full(run, ""),
         password=settings.password if password is None else password,
-        tls_ca=settings.tls_ca,
+        tls=Tls(settings.tls_ca, settings.tls_cert, settings.tls_key),
         outage_s=settings.outage_s if outage_s is None else outage_s,
     )
     broker = RedisBroker(link, run)

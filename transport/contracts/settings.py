@@ -468,6 +468,8 @@ class BrokerSettings(Section, frozen=True, kw_only=True):
     url: BrokerUrl = ""  # see docs/broker.md; empty: an embedded server in the run's directory
     password: str = ""  # of the broker; the url may hold it, too
     tls_ca: str = ""  # CA file for rediss://
+    tls_cert: str = ""  # certificate that this side shows, where the broker asks for one; with tls_key
+    tls_key: str = ""  # file of its private key
     appendfsync: Literal["always", "everysec", "no"] = "everysec"  # of the embedded server
     max_retained_bytes: AtLeast1MB = 2_000_000_000  # rows in the broker; at the limit a checkpoint, then intake stops
     outage_s: Positive = 60.0  # how long a process waits for a broker that went away

@@ -124,18 +124,22 @@ class Client:
         secret: bytes = b"",
         endpoint: Endpoint | None = None,
         tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
         outage_s: float = 30.0,
     ) -> Client:
         """Connect to ``run`` on the broker at ``url``. A run that does not exist begins with its first row.
 
         name: how this program appears in queues.  units, secret: storage units for the columns; none: they live in the
         broker.  endpoint: where other hosts pull the weights that this program publishes; None: this host alone.
-        outage_s: how long each call waits for a broker that went away.
+        tls_ca, tls_cert, tls_key: as in [broker].  outage_s: how long each call waits for a broker that went away.
         Raises: BrokerUnavailableError; BrokerRejectedError, whose message says what to change.
         """
         loop = LoopThread(f"streamrl-{name}", outage_s + GRACE_S)
         loop.start()
-        settings = BrokerSettings(url=url, password=password, tls_ca=tls_ca, outage_s=outage_s)
+        settings = BrokerSettings(
+            url=url, password=password, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, outage_s=outage_s
+        )
         try:
             broker = loop.call(connect_broker(settings, RunName(run)), what="connect")
             number = loop.call(broker.next_incarnation(f"client-{name}"), what="connect")

@@ -1,0 +1,47 @@
+"""A run as a user of the broker that has only the commands that docs/broker.md names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.fakes.live_run import EMULATED, QUICK, LiveRun
+from tests.fakes.redis_servers import ServerProcess, Servers
+
+PASSWORD = "a-long-password"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "broker.md"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    (line,) = re.findall(r"^user streamrl .*$", DOCUMENTED.read_text(), re.MULTILINE)
+    rules = tmp_path / "users.acl"
+    rules.write_text(line + "\nuser default on nopass ~* &* +@all\n")
+    servers = Servers(tmp_path / "servers")
+    try:
+        yield servers.start("--aclfile", str(rules), "--acllog-max-len", "1000")
+    finally:
+        servers.kill()
+
+
+def test_a_whole_run_needs_no_command_but_those_that_are_documented(tmp_path: Path, server: ServerProcess) -> None:
+    url = f"redis://streamrl:{PASSWORD}@127.0.0.1:{server.port}"
+    settings = (*QUICK, *EMULATED, "emulated.time_scale=0.1", f"broker.url={url}", "run.batches=4")
+    with LiveRun(tmp_path, *settings) as run:
+        run.wait_for_batch(1)
+        inspected = run.command("inspect", str(run.run_dir), "--broker", url)
+        assert inspected.returncode == 0, inspected.stdout + inspected.stderr
+        assert run.wait_for_end() == 0, run.describe()
+        audit = run.command("inspect", str(run.run_dir), "--broker", url, "--audit")
+        assert audit.returncode == 0, audit.stdout + audit.stderr
+    with redis.Redis(port=server.port) as client:
+        assert client.acl_log() == []
+        client.set("another's", "1")
+    with redis.Redis(port=server.port, username="streamrl", password=PASSWORD) as client:
+        for refused in (("GET", "another's"), ("CONFIG", "SET", "dir", "/tmp"), ("FLUSHALL",), ("KEYS", "*")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*refused)
