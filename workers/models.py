@@ -320,7 +320,7 @@ def choose_device(name: str, setting: str) -> torch.device:
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether the hardware does: a GPU, or a CPU with avx512_bf16 or amx (3x the fp32 step on one core of such a CPU).
 
-    Elsewhere it is emulated: 75x slower than fp32 on a core with avx2 alone.
+    Elsewhere it is emulated: on a core with avx2 alone SmolLM2 decodes 22 tokens/s in bf16, 72 in fp32 (32 slots).
     """
     import torch
 
