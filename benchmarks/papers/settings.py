@@ -29,6 +29,16 @@ ASYNCFLOW_TOKENS = 8_192
 """Longest response: AsyncFlow prints none; the first stage of DeepScaleR's own recipe."""
 
 
+SEER_BATCH, SEER_GROUP = 600, 16
+"""Prompts and samples of each: Seer's 9,600 samples of the 72B on 128 H800 as 16 instances of TP8."""
+SEER_TOKENS = 40_960
+SEER_MEDIAN, SEER_SIGMA = 4_817.0, 1.0
+"""Lognormal lengths with Seer's mean of 7,615 tokens when cut at its limit. The spread is ours: 1.6% reach the limit."""
+SEER_SHARED = 0.8
+"""Of the variance of log lengths, what the samples of a group share. Seer shows groups of one colour and prints no
+number; StreamRL's and CASTILLO's prompts whose history is known give .7 to .9."""
+
+
 def tensor_parallel(llm: Llm) -> int:
     """Of an instance: the degree at which the colocated baseline is fastest, chosen on a seed that is not reported."""
     return 4 if llm is QWEN_7B else 8

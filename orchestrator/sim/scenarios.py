@@ -22,6 +22,8 @@ from orchestrator.sim.costs import (
     Gpu,
     crossing_s,
     decode_cost,
+    gather_s,
+    save_s,
     switch_s,
     train_cost,
     transfer_s,
@@ -34,6 +36,8 @@ from transport.contracts.types import UpdateMode
 
 HEARTBEAT_S = 60.0
 """Of simulated workers and ticks at this scale: nothing is lost here, so no decision waits for one."""
+SCORING_S = 0.05
+"""Of a group on a machine that was profiled, which says nothing of rewards: those of the quickstarts."""
 NO_TIMEOUT_S = 1e9
 MINI_BATCHES = 4
 """Of a batch, where the trainer waits for mini-batches: StreamRL sec. 4.1 leaves the constant to the user."""
@@ -159,10 +163,12 @@ def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostMode
     trainer, engine = gpu.measured, layout.generation_gpu.measured
     costs = CostModel(
         train=train_cost(llm, gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed),
-        publish_s=trainer.publish_s if trainer is not None else 0.0,
+        publish_s=gather_s(llm, gpu, layout.training_gpus, layout.ranks, assumed),
         transfer_s=layout.transfer_s(llm, assumed),
         load_s=engine.load_s if engine is not None else assumed.load_s,
-        checkpoint_s=0.0,
+        checkpoint_s=save_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed),
+        scoring_s=SCORING_S if trainer is not None else assumed.scoring_s,
+        noise=0.0 if trainer is not None else assumed.noise,
         heartbeat_s=HEARTBEAT_S,
     )
     if trainer is not None and trainer == engine:  # one machine, as it was profiled
