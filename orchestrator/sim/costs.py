@@ -26,6 +26,10 @@ GIGA = 1e9
 TERA = 1e12
 
 
+ROUND_SHARE = 0.1
+"""Of a micro-batch's time, what it takes however small it is: with so much a rank counts as saturated."""
+
+
 class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients of one data-parallel rank of the trainer, seconds; all ranks work at once.
 
@@ -51,6 +55,11 @@ class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
         """Forward and backward of one rank's part. squared_tokens: the sum of the squared sequence lengths."""
         passes = max(1, math.ceil(tokens / self.pass_tokens)) if self.pass_tokens else 1
         return self.round_s + passes * self.pass_s + tokens * self.token_s + squared_tokens * self.squared_token_s
+
+    def saturating_tokens(self) -> int:
+        """Tokens of one rank that saturate it: a round of fewer pays more than ROUND_SHARE for being one."""
+        spent_s = (self.round_s + self.pass_s) * (1 / ROUND_SHARE - 1)
+        return math.ceil(spent_s / self.token_s) if self.token_s else 0
 
     def step_s(self) -> float:
         """The end of a mini-batch: gradients are reduced, the optimizer steps."""
@@ -186,7 +195,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     of it. Narayanan et al. 2021, fig. 7: micro-batches of 8 x 2,048 tokens are 1.3 times as fast a token as of 2,048 on
     an A100, which is 730 tokens; with an H800's 3.2 times the FLOP/s over the same launches some 2,300.
     pass_tokens: of such a pass at most: what activation_bytes hold of layer inputs, 164 KB a token of a 72B on 8 GPUs.
-    fill_s: filling the trainer's pipeline from empty.  mini_batch_s: reducing gradients and draining.
+    fill_s: filling the trainer's pipeline from empty.  mini_batch_s: reducing gradients and draining. Both besides
+    stage_tokens: of a micro-batch of one sample or a few, which every pipeline stage but the first waits for.
     optimizer_s: the optimizer's step with its states swapped in (StreamRL sec. 6).
     round_s: reading a round from the log and packing it.  host_efficiency: of PCIe when states are swapped.
     switch_s: of a colocated GPU between the stages, besides the bytes: buffers, CUDA graphs and the KV pool made again.
@@ -215,6 +225,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float = 0.40
     half_tokens: float = 2048.0
     pass_tokens: float = 24_576.0
+    stage_tokens: float = 8_192.0
     fill_s: float = 0.75
     mini_batch_s: float = 0.75
     optimizer_s: float = 3.0
@@ -335,14 +346,18 @@ def train_cost(
     passes = PASSES[algorithm] + RECOMPUTED[assumed.trainer.recompute]
     attention = 6 * llm.layers * llm.heads * llm.head_dim  # forward and backward of causal scores and values
     token_s = passes * 6 * llm.active_params / rank_flops
+    layout = training_layout(llm, num_gpus, ranks, assumed.trainer)
+    stages = layout.pipeline if layout is not None else 1
+    token_s *= -(-llm.layers // stages) * stages / llm.layers  # the stage with the most layers sets the pace
+    stages_s = (stages - 1) * assumed.stage_tokens * token_s
     return TrainCost(
         token_s=token_s,
-        squared_token_s=passes * attention / rank_flops,
+        squared_token_s=token_s * attention / (6 * llm.active_params),
         round_s=assumed.round_s + swap_s(llm, gpu, num_gpus, ranks, algorithm, assumed),
         pass_s=assumed.half_tokens * token_s,
         pass_tokens=round(assumed.pass_tokens),
-        fill_s=assumed.fill_s,
-        mini_batch_s=assumed.mini_batch_s,
+        fill_s=assumed.fill_s + stages_s,
+        mini_batch_s=assumed.mini_batch_s + stages_s,
         optimizer_s=assumed.optimizer_s,
     )
 

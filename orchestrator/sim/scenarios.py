@@ -59,7 +59,8 @@ class Layout:
     """Which GPUs do what. colocated: the same GPUs do both in turn, and ``training_gpus`` are those of generation.
 
     tensor_parallel: GPUs of one generation instance.  ranks: data-parallel ranks of the trainer.
-    slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round.
+    slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round, at most.
+    round_tokens: of one rank, that a round waits for while more of its batch is to come; None: what saturates a rank.
     link_bytes_per_s: between the sites of training and generation; 0: there is but one.
     """
 
@@ -72,6 +73,7 @@ class Layout:
     colocated: bool = False
     slots: int = 256
     micro_batch_tokens: int = 65_536
+    round_tokens: int | None = None
     link_bytes_per_s: float = 0.0
 
     @property
@@ -137,6 +139,7 @@ def scenario(
         group_size=workload.group_size,
         mini_batch_groups=max(1, workload.batch // MINI_BATCHES),
         micro_batch_tokens=layout.micro_batch_tokens,
+        round_tokens=layout.round_tokens if layout.round_tokens is not None else costs.train.saturating_tokens(),
         dispatch=dispatch,
         decode_cost=decode,
         train_token_s=costs.train.token_s / layout.ranks,

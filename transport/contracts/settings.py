@@ -379,6 +379,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     max_attempts: AtLeast1 = 4  # failed dispatches of one group before its slot is dead; a worker's death is none
     rollout_timeout_s: Positive = 300.0  # a dispatched group that has not finished by then is taken back
     dispatch: Dispatch = "auto"  # who gets which groups: one by one, or planned for a batch, see docs/dispatch.md
+    tail_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2  # of the groups, that dispatch in two classes counts as long
     plan_wait_s: NotNegative = 1.0  # a batch waits so long for its plan, then its groups go one after another
     migrate_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
 

@@ -98,7 +98,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     answered several times counts as often.
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
     ``lanes/evaluation.py``.
-    dispatch: policy, see ``dispatch/compute.py``.  plan_wait_s: a batch waits so long for its plan.
+    dispatch: policy, see ``dispatch/compute.py``.  tail_share: of the groups, that two-class dispatch counts as long.
+    plan_wait_s: a batch waits so long for its plan.
     migrate_running: running groups of slow workers start over on idle ones, see ``dispatch/handout.py``.
     decode_cost: of a worker without slowdown.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
@@ -143,6 +144,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_hold_s: float = _EVAL.hold_s
     eval_timeout_s: float = _EVAL.timeout_s
     dispatch: str = LEAST_LOADED
+    tail_share: float = _PIPELINE.tail_share
     plan_wait_s: float = _PIPELINE.plan_wait_s
     migrate_running: bool = _PIPELINE.migrate_running
     decode_cost: DecodeCost = decode_cost_of(DecodeCostSettings())
