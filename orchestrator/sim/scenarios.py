@@ -104,7 +104,7 @@ PIPELINES: dict[str, CoreSettings] = {
     "serial": _pipeline(max_staleness=0, release="batch", update=UpdateMode.BARRIER),
     "mini_batch": _pipeline(max_staleness=0, release="mini_batch", update=UpdateMode.BARRIER),
     "stream": _pipeline(max_staleness=0, release="stream", update=UpdateMode.BARRIER),
-    "one_step_batch": _pipeline(max_staleness=1, release="batch", update=UpdateMode.BARRIER),
+    "one_step_batch": _pipeline(max_staleness=1, release="batch", update=UpdateMode.TOGETHER),
     "fully_async": _pipeline(max_staleness=1, release="stream", update=UpdateMode.BARRIER),
     "enlarged": _pipeline(max_staleness=1, rollout_batches=2, update=UpdateMode.BARRIER),
     "sub_step": _pipeline(max_staleness=1, release="stream", update=UpdateMode.STAGGERED),

@@ -9,10 +9,11 @@ nodes (8 + 24).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
-from benchmarks.papers.rules import ScalingAsPrinted, single_datacenter
+from benchmarks.papers.rules import single_datacenter
 from orchestrator.core.model.autoscale import Change, Estimate, Iteration, Scaling, estimate_of
 from orchestrator.core.model.settings import ScalingSettings
 from orchestrator.sim.costs import H800, DoesNotFitError, TrainCost, decode_cost, most_ranks, train_cost
@@ -61,7 +62,7 @@ def start() -> tuple[int, int]:
     return single_datacenter(GPUS, lambda gpus: generation_s(gpus // NODE), stages.training_s, range(NODE, GPUS, NODE))
 
 
-def ramp(settings: ScalingSettings, scaling: Scaling | ScalingAsPrinted) -> tuple[list[Change], list[Iteration]]:
+def ramp(settings: ScalingSettings, scaling: Scaling) -> tuple[list[Change], list[Iteration]]:
     """Iterations while lengths stand and grow; a node that was added serves the next one."""
     generation_gpus, training_gpus = start()
     nodes = generation_gpus // NODE
@@ -79,11 +80,11 @@ def ramp(settings: ScalingSettings, scaling: Scaling | ScalingAsPrinted) -> tupl
     return changes, seen
 
 
-RULES = {"printed": ScalingAsPrinted, "gain": Scaling}
+RULES: dict[str, Literal["gain", "gap"]] = {"printed": "gap", "gain": "gain"}
 
 
 def ruled(name: str) -> tuple[list[Change], list[Iteration]]:
-    return ramp(ScalingSettings(max_workers=8), RULES[name]())
+    return ramp(ScalingSettings(rule=RULES[name], max_workers=8), Scaling())
 
 
 def seconds(seen: list[Iteration]) -> float:

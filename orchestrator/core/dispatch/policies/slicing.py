@@ -15,11 +15,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import inf
 from typing import TypeAlias
 
 from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Plan, Problem, by_instance, longest_first
-from transport.contracts.continuous_batching import DecodeCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +212,7 @@ def steady_slicing(problem: Problem, inflation: float = STEADY_INFLATION) -> Pla
             """Whether the instance at ``place`` keeps up with the slice [start, stop) of every batch."""
             instance = instances[place]
             tokens, context = tokens_before[stop] - tokens_before[start], context_before[stop] - context_before[start]
-            step_s = _steady_step_s(instance.cost, tokens / period_s, context / period_s)
+            step_s = instance.cost.steady_step_s(tokens / period_s, context / period_s)
             return (
                 longest[start] * step_s <= bound_s
                 and tokens * step_s <= FILL * instance.max_running * period_s
@@ -225,18 +223,6 @@ def steady_slicing(problem: Problem, inflation: float = STEADY_INFLATION) -> Pla
 
     cuts = _tightest_cuts(fits_in, len(instances), len(groups), 0.0, 1.0, growth=2.0, halvings=STEADY_HALVINGS)
     return Plan(shares=_shares_of(cuts, groups, order), policy="paced")
-
-
-def _steady_step_s(cost: DecodeCost, tokens_per_s: float, context_per_s: float) -> float:
-    """A step of an instance that gets so many response tokens, and context to read for them, every second.
-
-    The larger fixed point of the two sides of the roof; infinite where it cannot keep up.
-    """
-    read = tokens_per_s * cost.sample_s + context_per_s * cost.kv_token_s
-    computed = read + tokens_per_s * cost.gemm_sample_s
-    if computed >= 1:
-        return inf
-    return max((cost.fixed_s + cost.weights_s) / (1 - read), cost.fixed_s / (1 - computed))
 
 
 def _context(group: GroupLength, prompt_tokens: float) -> float:
