@@ -73,8 +73,8 @@ class ScalingView(msgspec.Struct, frozen=True, kw_only=True):
     """How many generation workers there are to be. draining: workers that are to leave.
 
     changed: batch after which that changed last, -1 before the first change.  reason: why.
-    judged: batch that was judged last, -1 before the first.  delta_s: by how much generation was the slower stage of its
-    iteration.  saved_s: by how much one unit of workers more would shorten generation (StreamRL's delta and delta').
+    judged: batch that was judged last, -1 before the first.  delta_s: by how much generation was the slower stage then.
+    saved_s: by how much one unit of workers more would shorten generation (StreamRL's delta and delta').
     """
 
     min_workers: int

@@ -190,7 +190,7 @@ def scaling_line(scaling: Mapping[str, Any]) -> str:
 
 
 def gap_line(scaling: Mapping[str, Any]) -> str:
-    """By how much generation was slower in the last iteration, and what more workers would save; "" before the first."""
+    """By how much generation was slower when it was judged last, and what more workers would save; "" before that."""
     if scaling.get("judged", -1) < 0:
         return ""
     slower, by_s = ("generation", scaling["delta_s"]) if scaling["delta_s"] > 0 else ("training", -scaling["delta_s"])

@@ -26,7 +26,7 @@ from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.lengths import LengthModel, Lengths
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
-from transport.contracts.types import RowId, WorkerId
+from transport.contracts.types import RowId, WeightIdentity, WorkerId
 
 SMALL_DECODE = DecodeCost(fixed_s=0.02, sample_s=0.0005)
 SMALL_TRAIN = TrainCost(round_s=0.05, token_s=0.0002, optimizer_s=0.5)
@@ -212,7 +212,10 @@ class SharedMachine:
 
 
 class Simulation:
-    """Virtual time, the state, and the actors that do what it commands. workers: execute what is addressed to them."""
+    """Virtual time, the state, and the actors that do what it commands.
+
+    workers: execute what is addressed to them.  published_s: when each version was, from when on workers bring it in.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -227,6 +230,7 @@ class Simulation:
         self._num_scheduled = 0
         self._actors: dict[type[Command], Execute] = {}
         self.workers: dict[WorkerId, Execute] = {}
+        self.published_s: dict[WeightIdentity, float] = {}
 
     def attach(self, execute: Execute, *kinds: type[Command]) -> None:
         """One actor executes commands of these kinds."""

@@ -289,6 +289,7 @@ class SimulatedTrainer:
         published = self._simulation.log.published_s
         del published[self._version - 1 :]
         published.append(self._simulation.now_s)
+        self._simulation.published_s[self._weights()] = self._simulation.now_s
         step = StepDone(
             batch=command.batch,
             weights=self._weights(),

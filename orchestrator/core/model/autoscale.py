@@ -185,8 +185,8 @@ def pace_of(
 ) -> Estimate:
     """Seconds from batch to batch that so many equal workers keep up with, where batches overlap.
 
-    No worker is ever empty then: what counts is its throughput at the batch that its share keeps running, what slots and
-    memory hold, and that the longest sample ends within the staleness bound.
+    No worker is ever empty then: what counts is its throughput at the batch that its share keeps running, what slots
+    and memory hold, and that the longest sample ends within the staleness bound.
 
     Args:    lengths: [N] response tokens of a recent batch, > 0.  max_running: slots of a worker.
     Source:  ours, the steady state of ``DecodeCost.steady_step_s``. 72B in flight, 3 -> 4 instances: simulated 22%
