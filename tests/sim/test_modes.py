@@ -222,7 +222,7 @@ def test_a_journal_without_a_beginning_cannot_be_replayed(tmp_path):
 
 
 def test_the_strawman_starts_no_batch_before_every_worker_has_ended_the_one_before():
-    """StreamRL fig. 5(b): all take the weights together, which costs what each at its own boundary saves."""
+    """StreamRL fig. 5(c): all take the weights together, which costs what each at its own boundary saves."""
     together, each = (
         run(lengths=LengthModel(sample_sigma=0.8), release="batch", update=update)
         for update in (UpdateMode.TOGETHER, UpdateMode.BARRIER)
