@@ -159,7 +159,7 @@ def test_pace_is_throughput_while_the_end_of_one_batch_is_its_longest_sample():
     """One sample is long: alone it is the end of a batch, which more workers hardly shorten; overlapped it hides."""
     lengths = [100.0] * 200 + [800.0]
     alone = estimate_of(COST, lengths, max_running=64)
-    pace = pace_of(COST, lengths, max_running=64, max_staleness=2)
+    pace = pace_of(COST, lengths, max_running=64, max_staleness=8)
     assert pace(2) / pace(4) > 1.5 > 1.2 > alone(2) / alone(4)
 
 
@@ -168,7 +168,8 @@ def test_pace_keeps_within_staleness_slots_and_memory():
     assert few(1) > 2 * many(1)
     assert few(1) == pytest.approx(64 * 100 / 4 * COST.step_s(4, 0), rel=1e-3), "four at a time, for ever"
     one = pace_of(COST, [1000.0], max_running=64, max_staleness=3)
-    assert one(1) == one(7) == pytest.approx(1000 * COST.step_s(0, 0) / 4, rel=0.02), "it may take four periods"
+    assert one(1) == pytest.approx(1000 * COST.step_s(1, 0) / 4, rel=0.1), "it may take four periods"
+    assert 0.9 * one(1) < one(7) < one(1)
     small = msgspec.structs.replace(COST, kv_capacity_tokens=400.0)
     assert pace_of(small, [100.0] * 64, max_running=64, max_staleness=1)(1) > 2 * many(1)
 
@@ -193,7 +194,7 @@ def test_the_gap_rule_adds_at_once_and_the_gain_rule_after_two():
     estimate = shrinking(5.0, 20.0)
     gap = msgspec.structs.replace(SETTINGS, rule="gap")
     assert live(gap, estimate, 9.0, workers=2)[0].batch == 0
-    assert [change.to_workers for change in live(gap, estimate, 9.0, workers=2)] == [3, 4]
+    assert [change.to_workers for change in live(gap, estimate, 9.0, workers=2)] == [3, 4, 5]
     assert not live(gap, shrinking(0.0, 20.0), 10.0, workers=6), "it never drains"
     iteration = measured(0, 2, 15.0, 9.0)
     assert (iteration.delta_s, iteration.saved_s(1, estimate)) == (6.0, pytest.approx(10.0 - 20.0 / 3))
