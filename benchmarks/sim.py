@@ -34,8 +34,9 @@ from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
 from orchestrator.sim.simulate import simulate
 
 SEEDS = (11, 12, 13)
-BATCHES = 20
 WARM_UP, COOL_DOWN = 4, 2
+BATCHES = WARM_UP + 20 + COOL_DOWN
+"""20 iterations count, after those that fill the pipeline (StreamRL sec. 7)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ def _options() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer iterations, no moved constants: minutes")
     parser.add_argument("--seed", type=int, default=11, help="of lengths and of the ranker's errors")
-    parser.add_argument("--iterations", type=int, default=20, help="the first and the last do not count")
+    parser.add_argument("--iterations", type=int, default=26, help="the first 4 and the last 2 do not count")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--out", type=Path, default=None, help="directory for table, results and pictures")
     return parser.parse_args(namespace=Options())

@@ -2,7 +2,6 @@
 
     Algorithm 1     how many GPUs generate, and how many train; ours: orchestrator/planning/allocation.py
     Algorithm 2     who generates which prompts, by the sum of both classes; ours: orchestrator/core/dispatch
-    sec. 4.2        when generation gets a unit more; ours: orchestrator/core/model/autoscale.py
 
 Flaws of Algorithm 1, each shown in ``tests/sim/test_papers_rules.py``:
 
@@ -22,8 +21,6 @@ from benchmarks.papers.experiments import FULL_LENGTH, lengths_of
 from orchestrator.core.dispatch.compute import plan_dispatch
 from orchestrator.core.dispatch.policies.even import two_class
 from orchestrator.core.dispatch.policies.problem import Plan, Problem, repaired
-from orchestrator.core.model.autoscale import Change, Estimate, Iteration
-from orchestrator.core.model.settings import ScalingSettings
 from orchestrator.planning.allocation import Pool, Split, splits
 from orchestrator.planning.plan_search import LONG, Bounds, Job, advise, predict
 from orchestrator.sim.costs import ASSUMED, H800
@@ -128,29 +125,3 @@ def two_class_sum(problem: Problem) -> Plan:
 def plan_of(policy: str, problem: Problem) -> Plan:
     """``plan_dispatch``, which knows the policies of a run, and the one as printed."""
     return two_class_sum(repaired(problem)) if policy == "two_class_sum" else plan_dispatch(policy, problem)
-
-
-# -- elasticity
-
-
-class ScalingAsPrinted:
-    """StreamRL sec. 4.2: one unit more when delta >= delta', the seconds of generation that it saves.
-
-    It fires at every iteration once delta' nears 0 (more instances do not shorten the longest sample), asks for no
-    gain, confirmation or rest, and never drains; ``max_workers`` alone ends it.
-    """
-
-    def observe(self, settings: ScalingSettings, iteration: Iteration, estimate: Estimate) -> Change | None:
-        """What to change after an iteration, as ``Scaling.observe``."""
-        more = iteration.workers + settings.unit
-        saved_s = iteration.generation_s - iteration.generation_with(more, estimate)
-        if more > settings.max_workers or iteration.delta_s < saved_s:
-            return None
-        return Change(
-            batch=iteration.batch,
-            from_workers=iteration.workers,
-            to_workers=more,
-            delta_s=iteration.delta_s,
-            before_s=iteration.predicted_s(iteration.workers, estimate),
-            after_s=iteration.predicted_s(more, estimate),
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.papers.experiments import FULL_LENGTH, Pipelined
-from orchestrator.sim.costs import A100, H800, most_ranks
+from orchestrator.sim.costs import A100, GPUS_PER_NODE, H800, swap_s
 from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B
 from orchestrator.sim.scenarios import Layout
 from transport.contracts.llms import Llm
@@ -29,6 +29,16 @@ ASYNCFLOW_TOKENS = 8_192
 """Longest response: AsyncFlow prints none; the first stage of DeepScaleR's own recipe."""
 
 
+SEER_BATCH, SEER_GROUP = 600, 16
+"""Prompts and samples of each: Seer's 9,600 samples of the 72B on 128 H800 as 16 instances of TP8."""
+SEER_TOKENS = 40_960
+SEER_MEDIAN, SEER_SIGMA = 4_817.0, 1.0
+"""Lognormal lengths that have Seer's mean, 7,615 tokens, when cut at its limit. The spread is ours: 1.6% are cut."""
+SEER_SHARED = 0.8
+"""Of the variance of log lengths, what the samples of a group share. Seer shows groups of one colour and prints no
+number; StreamRL's and CASTILLO's prompts whose history is known give .7 to .9."""
+
+
 def tensor_parallel(llm: Llm) -> int:
     """Of an instance: the degree at which the colocated baseline is fastest, chosen on a seed that is not reported."""
     return 4 if llm is QWEN_7B else 8
@@ -42,16 +52,29 @@ def colocated(llm: Llm, max_tokens: int = FULL_LENGTH, dispatch: str = "even", r
     return Pipelined(llm=llm, layout=layout, pipeline="serial", dispatch=dispatch, max_tokens=max_tokens, recall=recall)
 
 
+RANK_GPUS = (8, 16, 24, 32)
+"""Of a rank: whole nodes, as tensor parallelism stays inside one."""
+
+
+def rank_gpus(llm: Llm, training_gpus: int) -> int:
+    """GPUs of a rank: the fewest that hold all models of PPO; where no choice divides the GPUs, a node that swaps."""
+    if llm is QWEN_7B:
+        return 4
+    sizes = [size for size in RANK_GPUS if training_gpus % size == 0]
+    return next((size for size in sizes if not swap_s(llm, H800, training_gpus, training_gpus // size)), GPUS_PER_NODE)
+
+
 def split(llm: Llm, generation_gpus: int, **changes: int) -> Layout:
-    """So many of an LLM's GPUs generate; ranks of the trainer are of one node, of half a node for the 7B,
-    of more where memory wants it."""
+    """So many of an LLM's GPUs generate, the others train; ranks that swap get rounds three times as large."""
     training = GPUS[llm] - generation_gpus
+    ranks = training // rank_gpus(llm, training)
+    swaps = swap_s(llm, H800, training, ranks) > 0
     layout = Layout(
         generation_gpus=generation_gpus,
         training_gpus=training,
         tensor_parallel=tensor_parallel(llm),
-        ranks=min(training // (4 if llm is QWEN_7B else 8), most_ranks(llm, H800, training)),
-        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        ranks=ranks,
+        micro_batch_tokens=MICRO_BATCH_TOKENS * (3 if swaps else 1),
     )
     return replace(layout, **changes)
 
@@ -111,8 +134,7 @@ def in_flight() -> Pipelined:
 
 def rolling() -> Pipelined:
     """Ours: a finished sample takes the place of one that still runs, at most two versions behind."""
-    layout = split(QWEN_72B, 40, micro_batch_tokens=2 * MICRO_BATCH_TOKENS)
-    return Pipelined(layout=layout, pipeline="rolling_2", dispatch="paced")
+    return Pipelined(layout=split(QWEN_72B, 40), pipeline="rolling_2", dispatch="paced")
 
 
 def asyncflow(llm: Llm, gpus: int, pipeline: str, *, batch: int = 0) -> Pipelined:

@@ -15,7 +15,7 @@ Source: StreamRL sec. 4.2; what is measured, and draining, is ours.
 
 from __future__ import annotations
 
-from orchestrator.core.model.autoscale import Iteration, estimate_of
+from orchestrator.core.model.autoscale import Iteration, estimate_of, pace_of
 from orchestrator.core.model.groups import MISSING, Batch, Stage
 from orchestrator.core.model.outbox import DrainKey, LoadKey
 from orchestrator.core.model.pipeline import Pipeline
@@ -201,12 +201,14 @@ def _judge(p: Pipeline, batch: Batch, iteration: Iteration, settings: ScalingSet
     lengths = [float(tokens) for group in groups for tokens in group.tokens if tokens != MISSING and tokens > 0]
     if not lengths or p.stopping or p.paused:
         return
-    estimate = estimate_of(
-        p.settings.decode_cost,
-        lengths,
-        prompt_tokens=sum(group.prompt_tokens for group in groups) / len(groups),
-        max_running=max((worker.capacity for worker in serving), default=1),
-    )
+    cost, staleness = p.settings.decode_cost, p.settings.max_staleness
+    prompt_tokens = sum(group.prompt_tokens for group in groups) / len(groups)
+    slots = max((worker.capacity for worker in serving), default=1)
+    if staleness:
+        estimate = pace_of(cost, lengths, prompt_tokens=prompt_tokens, max_running=slots, max_staleness=staleness)
+    else:
+        estimate = estimate_of(cost, lengths, prompt_tokens=prompt_tokens, max_running=slots)
+    elastic.judged, elastic.saved_s = iteration, iteration.saved_s(settings.unit, estimate)
     change = elastic.scaling.observe(settings, iteration, estimate)
     if change is None:
         return

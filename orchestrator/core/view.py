@@ -73,6 +73,8 @@ class ScalingView(msgspec.Struct, frozen=True, kw_only=True):
     """How many generation workers there are to be. draining: workers that are to leave.
 
     changed: batch after which that changed last, -1 before the first change.  reason: why.
+    judged: batch that was judged last, -1 before the first.  delta_s: by how much generation was the slower stage then.
+    saved_s: by how much one unit of workers more would shorten generation (StreamRL's delta and delta').
     """
 
     min_workers: int
@@ -82,6 +84,9 @@ class ScalingView(msgspec.Struct, frozen=True, kw_only=True):
     from_workers: int = 0
     to_workers: int = 0
     reason: str = ""
+    judged: int = -1
+    delta_s: float = 0.0
+    saved_s: float = 0.0
 
 
 class RankerView(RankerJudged, frozen=True, kw_only=True, tag=False, omit_defaults=False):
@@ -267,7 +272,7 @@ def _ranker_view(p: Pipeline) -> RankerView | None:
 
 
 def _scaling_view(p: Pipeline) -> ScalingView | None:
-    settings, last = p.settings.scaling, p.elastic.last
+    settings, last, judged = p.settings.scaling, p.elastic.last, p.elastic.judged
     if settings is None:
         return None
     return ScalingView(
@@ -278,6 +283,9 @@ def _scaling_view(p: Pipeline) -> ScalingView | None:
         from_workers=last.from_workers if last else 0,
         to_workers=last.to_workers if last else 0,
         reason=last.reason if last else "",
+        judged=judged.batch if judged else -1,
+        delta_s=judged.delta_s if judged else 0.0,
+        saved_s=p.elastic.saved_s if judged else 0.0,
     )
 
 

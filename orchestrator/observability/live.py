@@ -189,6 +189,17 @@ def scaling_line(scaling: Mapping[str, Any]) -> str:
     return printable(f"generation workers {change}: {scaling['reason']}")
 
 
+def gap_line(scaling: Mapping[str, Any]) -> str:
+    """By how much generation was slower when it was judged last, and what more workers would save; "" before that."""
+    if scaling.get("judged", -1) < 0:
+        return ""
+    slower, by_s = ("generation", scaling["delta_s"]) if scaling["delta_s"] > 0 else ("training", -scaling["delta_s"])
+    return (
+        f"batch {scaling['judged'] + 1}: {slower} is slower by {by_s:.3g} s; more workers would shorten generation by "
+        f"{scaling['saved_s']:.3g} s"
+    )
+
+
 def blocked_line(blocked: Mapping[str, Any]) -> str:
     """``status["blocked"]`` as a line: the stage, what it waits for, who should act, for how long nothing came."""
     return (
@@ -226,6 +237,7 @@ class PlainView:
     def status(self, status: Mapping[str, Any]) -> None:
         self._time_left.num_batches = status.get("num_batches")
         self._note_change("scaling", scaling_line(status["scaling"]) if status.get("scaling") else "")
+        self._note_change("gap", gap_line(status["scaling"]) if status.get("scaling") else "")
         self._note_change("trouble", trouble_line(status))
         blocked = status.get("blocked")
         named = tuple(str(blocked[name]) for name in ("stage", "waits_for", "owner")) if blocked else ()

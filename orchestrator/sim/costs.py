@@ -26,11 +26,16 @@ GIGA = 1e9
 TERA = 1e12
 
 
+ROUND_SHARE = 0.1
+"""Of a micro-batch's time, what it takes however small it is: with so much a rank counts as saturated."""
+
+
 class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients of one data-parallel rank of the trainer, seconds; all ranks work at once.
 
-    round_s: of every micro-batch.  token_s: a token of the rank.  squared_token_s: attention, times the square of each
-    sequence's tokens.  fill_s: filling the pipeline from empty, when the trainer had run out of micro-batches.
+    round_s: of every round, however small.  pass_s: of every forward and backward pass, of which a round takes one for
+    each ``pass_tokens``; 0: one in all.  token_s: a token of the rank.  squared_token_s: attention, times the square of
+    each sequence's tokens.  fill_s: filling the pipeline from empty, when the trainer had run out of micro-batches.
     mini_batch_s: reducing gradients and draining at the end of a mini-batch.  optimizer_s: the optimizer's step.
     padded: attention takes as long as if all samples were as long as the longest of their group.
     Source: StreamRL sec. 4.2 takes it from a profile; the form is ours.
@@ -39,6 +44,8 @@ class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float
     squared_token_s: float = 0.0
     round_s: float = 0.0
+    pass_s: float = 0.0
+    pass_tokens: int = 0
     fill_s: float = 0.0
     mini_batch_s: float = 0.0
     optimizer_s: float = 0.0
@@ -46,7 +53,13 @@ class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
 
     def micro_batch_s(self, tokens: float, squared_tokens: float = 0.0) -> float:
         """Forward and backward of one rank's part. squared_tokens: the sum of the squared sequence lengths."""
-        return self.round_s + tokens * self.token_s + squared_tokens * self.squared_token_s
+        passes = max(1, math.ceil(tokens / self.pass_tokens)) if self.pass_tokens else 1
+        return self.round_s + passes * self.pass_s + tokens * self.token_s + squared_tokens * self.squared_token_s
+
+    def saturating_tokens(self) -> int:
+        """Tokens of one rank that saturate it: a round of fewer pays more than ROUND_SHARE for being one."""
+        spent_s = (self.round_s + self.pass_s) * (1 / ROUND_SHARE - 1)
+        return math.ceil(spent_s / self.token_s) if self.token_s else 0
 
     def step_s(self) -> float:
         """The end of a mini-batch: gradients are reduced, the optimizer steps."""
@@ -163,7 +176,7 @@ PAPERS_TRAINER = TrainerSupport(
     rank_sizes=(1, 2, 4, 8, 16, 32, 64, 128), algorithms=("ppo", "grpo", "grpo_kl"), rank_bytes=6.0, shared_bytes=12.0
 )
 """StreamRL sec. 6, 7: Megatron-LM, 3D parallelism. bf16 weights and fp32 gradients; fp32 master copy and two moments
-are split over all GPUs. Of several models one is resident at a time, the others are swapped to the host."""
+are split over all GPUs. Of several models at least one is there; where not all are, each round swaps (``swap_s``)."""
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,13 +189,27 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     allreduce_s: latency of one all-reduce of a few KB between up to 8 GPUs (NCCL and custom kernels: 8-15 us).
     step_s, layer_s: scheduling, sampling and launches of a decode step, with CUDA graphs; per layer what graphs leave.
     usable_memory: of HBM that may be planned with.  activation_bytes: of a GPU, for activations and buffers.
-    mfu: model FLOP utilisation in training; Megatron-LM reports 0.40-0.50 for dense models of this size on Hopper.
-    fill_s: filling the trainer's pipeline from empty.  mini_batch_s: reducing gradients and draining.
+    mfu: model FLOP utilisation in training; Megatron-LM reports 0.40-0.50 for dense models of this size on Hopper. What
+    is computed again for want of memory is in it.
+    half_tokens: of a forward and backward pass that runs at half of that; one of t tokens runs at t / (t + half_tokens)
+    of it. Narayanan et al. 2021, fig. 7: micro-batches of 8 x 2,048 tokens are 1.3 times as fast a token as of 2,048 on
+    an A100, which is 730 tokens; with an H800's 3.2 times the FLOP/s over the same launches some 2,300.
+    pass_tokens: of such a pass at most: what activation_bytes hold of layer inputs, 164 KB a token of a 72B on 8 GPUs.
+    fill_s: filling the trainer's pipeline from empty.  mini_batch_s: reducing gradients and draining. Both besides
+    stage_tokens: of a micro-batch of one sample or a few, which every pipeline stage but the first waits for.
     optimizer_s: the optimizer's step with its states swapped in (StreamRL sec. 6).
-    round_s: launching one micro-batch.  host_efficiency: of PCIe when states are swapped.
+    round_s: reading a round from the log and packing it.  host_efficiency: of PCIe when states are swapped.
     switch_s: of a colocated GPU between the stages, besides the bytes: buffers, CUDA graphs and the KV pool made again.
     network_efficiency: of the network in a weight transfer.  edge_s: latency of one edge of its tree.
     load_s: putting a received version into a running engine, between two decode steps.
+    gather_s: of a version at the trainer, besides its bytes to the host: cast, gathered, its manifest written.
+    scoring_s: of a group, from its last token to its reward: a few ms for a comparison, seconds for a program that is
+    run; between them.
+    noise: spread of the logarithm of an instance's speed, which it keeps, and of each micro-batch's. Clocks and memory
+    of equal GPUs differ by 1-3%.
+    draft_acceptance: chance that a drafted token is the one that is sampled. Seer reports 1.8-2.2 tokens a step from a
+    group's suffix tree, which is a chance of .45-.55 with some depth; an EAGLE-like head .65-.75 (NeMo-RL, TLT).
+    draft_tokens: drafted a step at most.  draft_s: of drafting for a step, on the host (suffix trees).
     trainer: what it runs.
     """
 
@@ -196,6 +223,9 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     usable_memory: float = 0.90
     activation_bytes: float = 4e9
     mfu: float = 0.40
+    half_tokens: float = 2048.0
+    pass_tokens: float = 24_576.0
+    stage_tokens: float = 8_192.0
     fill_s: float = 0.75
     mini_batch_s: float = 0.75
     optimizer_s: float = 3.0
@@ -205,6 +235,12 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     network_efficiency: float = 0.80
     edge_s: float = 0.01
     load_s: float = 0.5
+    gather_s: float = 0.5
+    scoring_s: float = 1.0
+    noise: float = 0.02
+    draft_acceptance: float = 0.55
+    draft_tokens: float = 8.0
+    draft_s: float = 0.2e-3
     trainer: TrainerSupport = PAPERS_TRAINER
 
 
@@ -228,6 +264,8 @@ forward, a third of that, of actor (old logprobs), critic (values) and reference
 with the rollout's logprobs: the actor only; with a KL term, and the reference's forward."""
 
 TRAINED_MODELS = {"ppo": 2, "grpo": 1, "grpo_kl": 1}
+FROZEN_MODELS = {"ppo": 1, "grpo": 0, "grpo_kl": 1}
+"""References: they have bf16 weights, and neither gradients nor optimizer."""
 
 TRANSFER_CHUNKS = 16
 
@@ -295,6 +333,7 @@ def train_cost(
 ) -> TrainCost:
     """The trainer on ``num_gpus`` GPUs as ``ranks`` data-parallel ranks, each split by tensor and pipeline parallelism.
 
+    A rank that does not hold all models of the algorithm swaps them in every round (``swap_s``).
     Raises DoesNotFitError when the states do not fit, ValueError when the GPUs cannot be dealt out evenly.
     """
     if ranks < 1 or num_gpus < 1 or num_gpus % ranks:
@@ -306,14 +345,60 @@ def train_cost(
     rank_flops = num_gpus // ranks * gpu.flops * assumed.mfu
     passes = PASSES[algorithm] + RECOMPUTED[assumed.trainer.recompute]
     attention = 6 * llm.layers * llm.heads * llm.head_dim  # forward and backward of causal scores and values
+    token_s = passes * 6 * llm.active_params / rank_flops
+    layout = training_layout(llm, num_gpus, ranks, assumed.trainer)
+    stages = layout.pipeline if layout is not None else 1
+    token_s *= -(-llm.layers // stages) * stages / llm.layers  # the stage with the most layers sets the pace
+    stages_s = (stages - 1) * assumed.stage_tokens * token_s
     return TrainCost(
-        token_s=passes * 6 * llm.active_params / rank_flops,
-        squared_token_s=passes * attention / rank_flops,
-        round_s=assumed.round_s,
-        fill_s=assumed.fill_s,
-        mini_batch_s=assumed.mini_batch_s,
+        token_s=token_s,
+        squared_token_s=token_s * attention / (6 * llm.active_params),
+        round_s=assumed.round_s + swap_s(llm, gpu, num_gpus, ranks, algorithm, assumed),
+        pass_s=assumed.half_tokens * token_s,
+        pass_tokens=round(assumed.pass_tokens),
+        fill_s=assumed.fill_s + stages_s,
+        mini_batch_s=assumed.mini_batch_s + stages_s,
         optimizer_s=assumed.optimizer_s,
     )
+
+
+def swap_s(
+    llm: Llm, gpu: Gpu, num_gpus: int, ranks: int, algorithm: Algorithm = "ppo", assumed: Assumptions = ASSUMED
+) -> float:
+    """What a round takes besides because its rank does not hold all models: every model comes from the host.
+
+    0 where weights and gradients of all fit beside the activations; optimizer states may stay at the host, which
+    ``optimizer_s`` pays. Else each model's weights come in every round, and the sum of its gradients; that gradients
+    also go back is hidden, as PCIe carries both ways at once. Nothing is hidden behind computation: two models do not
+    fit side by side. A predicted trainer holds what it trains, and trains one model.
+    """
+    trainer = assumed.trainer
+    if trainer.predicted:
+        return 0.0
+    frozen_bytes = BYTES * FROZEN_MODELS[algorithm]
+    models_bytes = llm.params * (trainer.rank_bytes * TRAINED_MODELS[algorithm] + frozen_bytes) * ranks / num_gpus
+    if models_bytes + assumed.activation_bytes <= gpu.memory_bytes * assumed.usable_memory:
+        return 0.0
+    return models_bytes / (gpu.host_bytes_per_s * assumed.host_efficiency)
+
+
+def save_s(llm: Llm, gpu: Gpu, num_gpus: int, algorithm: Algorithm = "ppo", assumed: Assumptions = ASSUMED) -> float:
+    """Of a checkpoint what the trainer waits for: fp32 weights and moments go to the host; files are written behind."""
+    if gpu.measured is not None:
+        return 0.0
+    states = TRAINED_MODELS[algorithm] * CHECKPOINT_BYTES * llm.params / num_gpus
+    return states / (gpu.host_bytes_per_s * assumed.host_efficiency)
+
+
+CHECKPOINT_BYTES = 12
+"""Of a trained weight: fp32 master and two moments."""
+
+
+def gather_s(llm: Llm, gpu: Gpu, num_gpus: int, ranks: int, assumed: Assumptions = ASSUMED) -> float:
+    """A version leaves the trainer: one rank's GPUs bring their parts of it to the host."""
+    if gpu.measured is not None:
+        return gpu.measured.publish_s
+    return assumed.gather_s + llm.weight_bytes * ranks / num_gpus / (gpu.host_bytes_per_s * assumed.host_efficiency)
 
 
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "whole": 1.0 / 3.0}

@@ -11,6 +11,7 @@ give a byte-identical log, whatever machine and hash seed it runs under.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.lengths import LengthModel, Lengths
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
-from transport.contracts.types import RowId, WorkerId
+from transport.contracts.types import RowId, WeightIdentity, WorkerId
 
 SMALL_DECODE = DecodeCost(fixed_s=0.02, sample_s=0.0005)
 SMALL_TRAIN = TrainCost(round_s=0.05, token_s=0.0002, optimizer_s=0.5)
@@ -41,6 +42,7 @@ class CostModel:
     transfer_s: of a version on its way, while generation goes on.  load_s: of putting it into an engine between two
     steps.  switch_s: of colocated GPUs between the stages, paid by the trainer before and after every batch.
     spawn_s: until a worker that was asked for has joined.
+    noise: spread by which a worker is slower than its cost, all its life, and each part of a round than the rank's.
     decode_beside, train_beside: decode steps and the trainer's work take so many times as long while both go on, where
     they share a machine.
     """
@@ -57,6 +59,7 @@ class CostModel:
     prompts_s: float = 0.01
     heartbeat_s: float = 1.0
     spawn_s: float = 10.0
+    noise: float = 0.0
     decode_beside: float = 1.0
     train_beside: float = 1.0
 
@@ -109,8 +112,16 @@ class Scenario:
     trace: bool = False
 
     def decode_cost(self, index: int) -> DecodeCost:
-        """Of the worker in place ``index``."""
-        return self.decode[index] if self.decode else self.costs.decode
+        """Of the worker in place ``index``, as slow as it is."""
+        cost = self.decode[index] if self.decode else self.costs.decode
+        if not self.costs.noise:
+            return cost
+        return cost.scaled(slowdown(random.Random(f"noise/{self.faults.seed}/{index}"), self.costs.noise))
+
+
+def slowdown(chance: random.Random, noise: float) -> float:
+    """A factor of at least 1: what a cost model says is what nothing beats."""
+    return math.exp(abs(chance.gauss(0.0, noise)))
 
 
 @dataclass(slots=True)
@@ -201,7 +212,10 @@ class SharedMachine:
 
 
 class Simulation:
-    """Virtual time, the state, and the actors that do what it commands. workers: execute what is addressed to them."""
+    """Virtual time, the state, and the actors that do what it commands.
+
+    workers: execute what is addressed to them.  published_s: when each version was, from when on workers bring it in.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -216,6 +230,7 @@ class Simulation:
         self._num_scheduled = 0
         self._actors: dict[type[Command], Execute] = {}
         self.workers: dict[WorkerId, Execute] = {}
+        self.published_s: dict[WeightIdentity, float] = {}
 
     def attach(self, execute: Execute, *kinds: type[Command]) -> None:
         """One actor executes commands of these kinds."""

@@ -167,6 +167,7 @@ class SimulatedWorker:
         self._alive = True
         self._plan = 0
         self._due_s = float("inf")
+        self._joined_s = self._asked_s = simulation.now_s
         if simulation.machine is not None:
             simulation.machine.engines.append(self._training_changed)
         simulation.workers[worker_id] = self._execute
@@ -187,7 +188,10 @@ class SimulatedWorker:
         elif isinstance(command, AbortRollouts):
             self._later(costs.dispatch_s, partial(self._abort, command.group_ids[0], command.attempts[0]))
         elif isinstance(command, LoadWeights):
-            self._later(costs.transfer_s, partial(self._receive, command.weights))
+            now_s = self._simulation.now_s
+            self._asked_s = now_s
+            begun_s = max(self._joined_s, self._simulation.published_s.get(command.weights, now_s))
+            self._later(max(0.0, begun_s + costs.transfer_s - now_s), partial(self._receive, command.weights))
         elif isinstance(command, DrainWorker):
             self._later(costs.dispatch_s, partial(self._leave, command.reason))
 
@@ -291,7 +295,7 @@ class SimulatedWorker:
         costs = self._simulation.scenario.costs
         self._batching.pause(costs.load_s)
         self._batching.serve(weights)
-        seconds = costs.transfer_s + costs.load_s
+        seconds = self._simulation.now_s + costs.load_s - self._asked_s
         loaded = WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds)
         self._later(costs.load_s, partial(self._simulation.report, loaded))
 

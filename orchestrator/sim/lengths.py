@@ -120,27 +120,37 @@ def long_tailed(
     max_tokens: int = 20_000,
     question_tokens: int = 500,
     recall: float | None = None,
+    group_size: int = 1,
+    shared: float = 1.0,
 ) -> RecordedLengths:
-    """Lognormal lengths, cut at the limit, one sample a prompt, and a ranker of a given quality.
+    """Lognormal lengths, cut at the limit, and a ranker of a given quality.
 
     The default has the shape of StreamRL's Figure 7 (CodeMath prompts answered by DeepSeek-R1, at most 20K): most
     responses are a few thousand tokens, a few reach the limit. The paper prints no numbers; its three data sets are one
     another scaled by two and four (sec. 7), and so are ours. Source: median and sigma are ours, from that figure.
 
-    recall: share of the longest 20% that the ranker puts into its longest 20%; None: it knows the lengths. What it says
-    is the posterior after it saw the length with an error: the expected length, and the spread that is left.
+    group_size: samples of a prompt.  shared: of the variance of log lengths, what is the prompt's; the rest is each
+    sample's own.  recall: share of the longest 20% that the ranker puts into its longest 20%; None: it knows the mean
+    of each prompt. What it says is the posterior after it saw that mean with an error: the expected length, and the
+    spread that is left.
     """
     chance = random.Random(f"lengths/{seed}")
-    lengths = [
-        min(max_tokens, max(1, round(median_tokens * math.exp(chance.gauss(0.0, sigma))))) for _ in range(num_prompts)
-    ]
-    error = 0.0 if recall is None else error_of_recall(recall, sigma=sigma)
-    predicted, left = _posterior(lengths, math.log(median_tokens), sigma, error, chance)
+    of_prompts, of_samples = sigma * math.sqrt(shared), sigma * math.sqrt(1.0 - shared)
+
+    def group() -> Group:
+        middle = chance.gauss(0.0, of_prompts)
+        own = [chance.gauss(0.0, of_samples) if of_samples else 0.0 for _ in range(group_size)]
+        return tuple(min(max_tokens, max(1, round(median_tokens * math.exp(middle + one)))) for one in own)
+
+    lengths = [group() for _ in range(num_prompts)]
+    error = 0.0 if recall is None else error_of_recall(recall, sigma=of_prompts)
+    means = [fmean(group) for group in lengths]
+    predicted, left = _posterior(means, math.log(median_tokens), of_prompts, error, chance)
     return RecordedLengths(
-        lengths=[(length,) for length in lengths],
+        lengths=lengths,
         questions=[question_tokens] * num_prompts,
         predicted=predicted,
-        sigma=left,
+        sigma=math.hypot(left, of_samples),
     )
 
 

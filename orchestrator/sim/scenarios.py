@@ -22,6 +22,8 @@ from orchestrator.sim.costs import (
     Gpu,
     crossing_s,
     decode_cost,
+    gather_s,
+    save_s,
     switch_s,
     train_cost,
     transfer_s,
@@ -34,6 +36,8 @@ from transport.contracts.types import UpdateMode
 
 HEARTBEAT_S = 60.0
 """Of simulated workers and ticks at this scale: nothing is lost here, so no decision waits for one."""
+SCORING_S = 0.05
+"""Of a group on a machine that was profiled, which says nothing of rewards: those of the quickstarts."""
 NO_TIMEOUT_S = 1e9
 MINI_BATCHES = 4
 """Of a batch, where the trainer waits for mini-batches: StreamRL sec. 4.1 leaves the constant to the user."""
@@ -55,7 +59,8 @@ class Layout:
     """Which GPUs do what. colocated: the same GPUs do both in turn, and ``training_gpus`` are those of generation.
 
     tensor_parallel: GPUs of one generation instance.  ranks: data-parallel ranks of the trainer.
-    slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round.
+    slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round, at most.
+    round_tokens: of one rank, that a round waits for while more of its batch is to come; None: what saturates a rank.
     link_bytes_per_s: between the sites of training and generation; 0: there is but one.
     """
 
@@ -68,6 +73,7 @@ class Layout:
     colocated: bool = False
     slots: int = 256
     micro_batch_tokens: int = 65_536
+    round_tokens: int | None = None
     link_bytes_per_s: float = 0.0
 
     @property
@@ -98,7 +104,7 @@ PIPELINES: dict[str, CoreSettings] = {
     "serial": _pipeline(max_staleness=0, release="batch", update=UpdateMode.BARRIER),
     "mini_batch": _pipeline(max_staleness=0, release="mini_batch", update=UpdateMode.BARRIER),
     "stream": _pipeline(max_staleness=0, release="stream", update=UpdateMode.BARRIER),
-    "one_step_batch": _pipeline(max_staleness=1, release="batch", update=UpdateMode.BARRIER),
+    "one_step_batch": _pipeline(max_staleness=1, release="batch", update=UpdateMode.TOGETHER),
     "fully_async": _pipeline(max_staleness=1, release="stream", update=UpdateMode.BARRIER),
     "enlarged": _pipeline(max_staleness=1, rollout_batches=2, update=UpdateMode.BARRIER),
     "sub_step": _pipeline(max_staleness=1, release="stream", update=UpdateMode.STAGGERED),
@@ -133,6 +139,7 @@ def scenario(
         group_size=workload.group_size,
         mini_batch_groups=max(1, workload.batch // MINI_BATCHES),
         micro_batch_tokens=layout.micro_batch_tokens,
+        round_tokens=layout.round_tokens if layout.round_tokens is not None else costs.train.saturating_tokens(),
         dispatch=dispatch,
         decode_cost=decode,
         train_token_s=costs.train.token_s / layout.ranks,
@@ -159,10 +166,12 @@ def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostMode
     trainer, engine = gpu.measured, layout.generation_gpu.measured
     costs = CostModel(
         train=train_cost(llm, gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed),
-        publish_s=trainer.publish_s if trainer is not None else 0.0,
+        publish_s=gather_s(llm, gpu, layout.training_gpus, layout.ranks, assumed),
         transfer_s=layout.transfer_s(llm, assumed),
         load_s=engine.load_s if engine is not None else assumed.load_s,
-        checkpoint_s=0.0,
+        checkpoint_s=save_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed),
+        scoring_s=SCORING_S if trainer is not None else assumed.scoring_s,
+        noise=0.0 if trainer is not None else assumed.noise,
         heartbeat_s=HEARTBEAT_S,
     )
     if trainer is not None and trainer == engine:  # one machine, as it was profiled

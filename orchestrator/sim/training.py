@@ -5,12 +5,13 @@ A trainer that starts again reads the log from its checkpoint's cursor, and what
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from orchestrator.core.model.outbox import CommandId
-from orchestrator.sim.engine import Simulation
+from orchestrator.sim.engine import Simulation, slowdown
 from orchestrator.sim.generation import SimulatedRows
 from transport.contracts.messages import (
     CheckpointSaved,
@@ -101,6 +102,7 @@ class SimulatedTrainer:
         self._trained = simulation.log.trained
         self._work_now: _Work | None = None
         self._slowdown = 1.0
+        self._noise = random.Random(f"noise/{simulation.scenario.faults.seed}/trainer")
         if simulation.machine is not None:
             simulation.machine.trainers.append(self._decoding_changed)
         simulation.attach(self._execute, TrainRound, CloseMiniBatch, FinishTraining)
@@ -225,6 +227,7 @@ class SimulatedTrainer:
                 sum(rows.num_tokens for rows in rank),
                 sum(map(self._squared, rank)) if costs.train.squared_token_s else 0.0,
             )
+            * (slowdown(self._noise, costs.noise) if costs.noise else 1.0)
             if rank
             else switch
             for rank in command.ranks
@@ -286,6 +289,7 @@ class SimulatedTrainer:
         published = self._simulation.log.published_s
         del published[self._version - 1 :]
         published.append(self._simulation.now_s)
+        self._simulation.published_s[self._weights()] = self._simulation.now_s
         step = StepDone(
             batch=command.batch,
             weights=self._weights(),

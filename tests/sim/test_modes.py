@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,21 +23,26 @@ from tests.fakes.histories import commands_of, digest, events_of
 from transport.contracts.messages import (
     AbortRollouts,
     CloseMiniBatch,
+    DispatchGroups,
     PromptRef,
+    RolloutFinished,
     RowsMissing,
     SlotOutcome,
     TrainerReady,
     WorkerLost,
 )
-from transport.contracts.types import UpdateMode
+from transport.contracts.types import UpdateMode, batch_of, parse_row_id
 
 CORE = CoreSettings(num_batches=6, groups_per_batch=16, group_size=4, max_staleness=1)
 BALANCED = CostModel(train=TrainCost(round_s=0.05, token_s=0.0006, optimizer_s=0.5))
 """About as long to train a batch as to generate it, so that overlap shows."""
 
 
-def run(costs: CostModel = BALANCED, **core) -> SimulationLog:
-    return simulate(Scenario(core=msgspec.structs.replace(CORE, **core), costs=costs))
+MODEL = LengthModel()
+
+
+def run(costs: CostModel = BALANCED, lengths: LengthModel = MODEL, **core) -> SimulationLog:
+    return simulate(Scenario(core=msgspec.structs.replace(CORE, **core), costs=costs, lengths=lengths))
 
 
 def trained_groups(log: SimulationLog, batch: int) -> set[str]:
@@ -213,3 +219,28 @@ def test_a_journal_without_a_beginning_cannot_be_replayed(tmp_path):
     Journal.open(tmp_path)
     with pytest.raises(JournalError, match="no snapshot"):
         list(recorded_commands(tmp_path))
+
+
+def test_the_strawman_starts_no_batch_before_every_worker_has_ended_the_one_before():
+    """StreamRL fig. 5(c): all take the weights together, which costs what each at its own boundary saves."""
+    together, each = (
+        run(lengths=LengthModel(sample_sigma=0.8), release="batch", update=update)
+        for update in (UpdateMode.TOGETHER, UpdateMode.BARRIER)
+    )
+    assert together.oldest_age <= 1
+    assert started_early(together) == 0 < started_early(each)
+    assert together.end_s > each.end_s
+
+
+def started_early(log: SimulationLog) -> int:
+    """Groups that were dispatched while some of an earlier batch still ran."""
+    missing, early = Counter[str](), 0
+    for record, commands in log.history:
+        if isinstance(record.event, RolloutFinished):
+            missing[parse_row_id(record.event.row_id)[0]] -= 1
+        for command in commands:
+            if isinstance(command, DispatchGroups):
+                group_id = command.plans[0].group_id
+                early += any(count and batch_of(running) < batch_of(group_id) for running, count in missing.items())
+                missing[group_id] += len(command.plans[0].samples)
+    return early

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.papers.rules import ScalingAsPrinted, cross_datacenter, plan_of, single_datacenter
+from benchmarks.papers.rules import cross_datacenter, plan_of, single_datacenter
 from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem
-from orchestrator.core.model.autoscale import Iteration
+from orchestrator.core.model.autoscale import Iteration, Scaling
 from orchestrator.core.model.settings import ScalingSettings
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
@@ -79,10 +79,10 @@ def test_flaw_balance_is_not_the_best_of_a_synchronous_stream():
 
 def test_a_gap_that_workers_do_not_close_is_fed_forever():
     """The longest sample is the end of generation: the printed delta' is 0, and delta >= 0 fires for ever."""
-    settings, workers = ScalingSettings(max_workers=8), [4]
+    settings, workers = ScalingSettings(rule="gap", max_workers=8), [4]
     for batch in range(6):
         stuck = Iteration(batch=batch, workers=workers[-1], generation_s=10.0, training_s=5.0)
-        change = ScalingAsPrinted().observe(settings, stuck, lambda workers: 10.0 + 1e-9 / workers)
+        change = Scaling().observe(settings, stuck, lambda workers: 10.0 + 1e-9 / workers)
         if change is not None:
             workers.append(change.to_workers)
     assert workers == [4, 5, 6, 7, 8]

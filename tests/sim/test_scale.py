@@ -45,8 +45,13 @@ def test_colocated_gpus_pay_for_switching_and_work_in_turn():
     layout = Layout(generation_gpus=32, training_gpus=32, colocated=True, ranks=1)
     free = msgspec.structs.replace(ASSUMED, switch_s=0.0, host_efficiency=1e9)
     paid, unpaid = (run("serial", layout, trace=True, assumed=assumed) for assumed in (ASSUMED, free))
+    costs, free_costs = (
+        scenario(WORKLOAD, layout, PIPELINES["serial"], iterations=1, assumed=assumed).costs
+        for assumed in (ASSUMED, free)
+    )
+    leaving_s = costs.publish_s + costs.checkpoint_s - free_costs.publish_s - free_costs.checkpoint_s
     assert paid.published_s[-1] - unpaid.published_s[-1] == pytest.approx(
-        BATCHES * 2 * scenario(WORKLOAD, layout, PIPELINES["serial"], iterations=1).costs.switch_s, rel=0.01
+        BATCHES * (2 * costs.switch_s + leaving_s), rel=0.01
     )
     rounds = [(begin_s, seconds) for begin_s, seconds, command in paid.training if isinstance(command, TrainRound)]
     decoding = [at_s for at_s, _, num_running in paid.batches if num_running]

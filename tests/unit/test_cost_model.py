@@ -17,8 +17,10 @@ from orchestrator.sim.costs import (
     DoesNotFitError,
     crossing_s,
     decode_cost,
+    gather_s,
     generation_degrees,
     most_ranks,
+    save_s,
     switch_s,
     train_cost,
     transfer_s,
@@ -147,3 +149,33 @@ def test_every_gpu_runs_every_model_on_a_node():
             degree = generation_degrees(llm, gpu, CONTEXT)[0]
             assert decode_cost(llm, gpu, degree).kv_capacity_tokens > 1
             assert switch_s(llm, gpu, 128) > 0
+
+
+@pytest.mark.parametrize(("ranks", "swaps"), [(10, True), (5, False)])
+def test_a_rank_that_cannot_hold_all_models_pays_for_swapping_them_in_every_round(ranks, swaps):
+    """72B PPO on 80 H800: a rank of 8 GPUs holds actor or critic with its gradients, one of 16 all three models."""
+    cost = train_cost(QWEN_72B, H800, 80, ranks)
+    weights, gradients = 2.0 * QWEN_72B.params, 4.0 * QWEN_72B.params
+    in_s = (3 * weights + 2 * gradients) / 8 / (0.8 * H800.host_bytes_per_s)
+    assert cost.round_s == pytest.approx(0.01 + (in_s if swaps else 0.0))
+    assert 2.0 < in_s < 5.0
+    assert train_cost(QWEN_72B, H800, 80, ranks, "grpo").round_s == 0.01, "one model is always there"
+
+
+def test_a_pass_of_few_tokens_is_slow_a_token_and_a_round_takes_as_many_passes_as_memory_wants():
+    cost = train_cost(QWEN_72B, H800, 64, 4)
+    alone = cost.micro_batch_s(2048) - cost.round_s
+    assert alone == pytest.approx(2 * 2048 * cost.token_s), "half of the efficiency"
+    full = cost.pass_tokens
+    assert cost.micro_batch_s(full + 1) - cost.micro_batch_s(full) == pytest.approx(cost.pass_s + cost.token_s)
+    assert msgspec.structs.replace(cost, pass_tokens=0).micro_batch_s(4 * full) == pytest.approx(
+        cost.micro_batch_s(4 * full) - 3 * cost.pass_s
+    )
+
+
+def test_what_leaves_the_trainer_is_paid_by_its_bytes():
+    assert save_s(QWEN_72B, H800, 64) == pytest.approx(2 * 12 * QWEN_72B.params / 64 / 51.2e9)
+    assert save_s(QWEN_72B, H800, 128, "grpo") == save_s(QWEN_72B, H800, 64) / 4
+    assert gather_s(QWEN_72B, H800, 64, 8) - gather_s(QWEN_72B, H800, 64, 4) == pytest.approx(
+        QWEN_72B.weight_bytes / 16 / 51.2e9
+    )

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
 from orchestrator.core.dispatch.compute import plan_dispatch
 from orchestrator.core.dispatch.policies.even import instance_latency_s, split
-from orchestrator.core.dispatch.policies.problem import UNKNOWN_SIGMA, GroupLength, Instance, Plan, Problem, repaired
+from orchestrator.core.dispatch.policies.problem import (
+    UNKNOWN_SIGMA,
+    GroupLength,
+    Instance,
+    Plan,
+    Problem,
+    length_quantiles,
+    longest_first,
+    repaired,
+)
 from orchestrator.core.dispatch.policies.scored import Scorer, draw_lengths, training_end_s
-from orchestrator.core.dispatch.policies.slicing import slicing
+from orchestrator.core.dispatch.policies.slicing import price, slicing
 from orchestrator.core.model.pipeline import Calibration
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
@@ -213,3 +225,104 @@ def test_the_end_of_training_is_foreseen_closely_for_known_lengths(policy):
         for at_s, length in zip(finish_times(COST, share, max_running=10_000), share, strict=True)
     ]
     assert Scorer(problem).end_s(plan) == pytest.approx(training_end_s(arrivals), rel=0.08)
+
+
+# -- Algorithm 2: the lengths to expect, the share of the tail, prompts
+
+
+def test_the_lengths_to_expect_spread_beyond_what_is_predicted():
+    """One prediction for all, with a spread: D is lognormal, not a point."""
+    sure, unsure = (repaired(problem_of([1000.0] * 50, sigma=sigma)) for sigma in (0.0, 0.8))
+    assert length_quantiles(sure, (0.5, 0.9)) == [1000.0, 1000.0]
+    middle, high = length_quantiles(unsure, (0.5, 0.9))
+    assert middle == pytest.approx(1000 * math.exp(-0.32), rel=0.01), "the median of a lognormal of that mean"
+    assert high > 2 * middle
+    assert max(length_quantiles(replace(unsure, max_tokens=1500.0), (1.0,))) == 1500.0
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.999])
+def test_so_many_groups_are_the_tail_as_its_share_says(share):
+    problem = replace(problem_of(long_tail(100), 8), tail_share=share)
+    num_long, tail = split(problem, max, problem.instances)
+    assert tail == min(99, max(1, round(100 * share)))
+    assert 1 <= num_long < 8
+
+
+def test_a_prompt_takes_memory_and_is_read_at_every_step():
+    small = DecodeCost(fixed_s=0.01, kv_token_s=1e-6, kv_capacity_tokens=4000.0)
+    worker = Instance(worker_id=WorkerId("0"), cost=small, max_running=100)
+    assert instance_latency_s(worker, 4, 1000.0, 0.0) == pytest.approx(1000 * (0.01 + 1e-6 * 4 * 500))
+    assert instance_latency_s(worker, 4, 1000.0, 1000.0) == pytest.approx(2 * 1000 * (0.01 + 1e-6 * 2 * 1500))
+
+
+# -- slices where slots or memory run out
+
+
+def limited_problem(seed: int) -> Problem:
+    """Few groups on instances with few slots and little memory, drawn."""
+    chance = random.Random(seed)
+    cost = DecodeCost(
+        fixed_s=chance.uniform(0.001, 0.02),
+        weights_s=chance.uniform(0, 0.02),
+        gemm_sample_s=chance.choice((0, 0.001)),
+        sample_s=chance.uniform(0, 0.002),
+        kv_token_s=chance.choice((0, 1e-6, 1e-5)),
+        kv_capacity_tokens=chance.choice((math.inf, chance.uniform(800, 4000))),
+    )
+    groups = tuple(
+        GroupLength(
+            group_id=GroupId(str(place)),
+            mean_tokens=round(chance.lognormvariate(5, 1)) + 1.0,
+            num_samples=chance.choice((1, 1, 4)),
+        )
+        for place in range(chance.randint(2, 10))
+    )
+    instances = tuple(
+        Instance(worker_id=WorkerId(str(place)), cost=cost, max_running=chance.choice((2, 4, 8)))
+        for place in range(chance.randint(2, 3))
+    )
+    return Problem(groups=groups, instances=instances, prompt_tokens=chance.choice((0.0, 50.0)), max_tokens=1e9)
+
+
+def priced_end_s(problem: Problem, index: int, share: Sequence[GroupLength]) -> float:
+    """By the closed form that slices are made with; lengths are certain."""
+    pricing = price(problem.instances[index], problem.prompt_tokens)
+    if not share:
+        return 0.0
+    counts = [group.num_samples for group in share]
+    tokens = [group.num_samples * group.mean_tokens for group in share]
+    works = [group.num_samples * pricing.work_s(group.mean_tokens, group.mean_tokens**2) for group in share]
+    before = bisect_left(list(accumulate(counts, initial=0)), pricing.free)
+    beyond = sum(tokens[before:]) if sum(counts) > pricing.free else 0.0
+    longest, last = share[0].mean_tokens, share[-1].mean_tokens
+    return pricing.end_s(longest, sum(works), sum(counts), sum(tokens), beyond=beyond, last=last)
+
+
+def best_slices_s(problem: Problem) -> float:
+    """Of all contiguous slices, the longest where there are the most slots."""
+    groups, count = longest_first(problem.groups), len(problem.groups)
+    slices = [(start, stop) for stop in range(count + 1) for start in range(stop)]
+    prices_s = [
+        {(start, stop): priced_end_s(problem, index, groups[start:stop]) for start, stop in slices}
+        for index in range(len(problem.instances))
+    ]
+    ends = [0.0] + [math.inf] * count
+    for index in sorted(range(len(prices_s)), key=lambda index: -problem.instances[index].max_running):
+        ends = [
+            min([ends[stop], *(max(ends[start], prices_s[index][start, stop]) for start in range(stop))])
+            for stop in range(count + 1)
+        ]
+    return ends[-1]
+
+
+def test_slices_end_about_as_soon_as_the_best_where_slots_or_memory_run_out():
+    """Of 1,500 problems 49 ended more than 5% late, the worst 1.83 times as late, when one more was taken never to help
+    and the first instance to be as good as any; now 10, and 1.21."""
+    late = []
+    for seed in range(100):
+        problem = limited_problem(seed)
+        plan = slicing(problem, 0.0)
+        end_s = max(priced_end_s(problem, index, share) for index, share in enumerate(plan.shares))
+        late.append(end_s / best_slices_s(problem))
+    assert max(late) <= 1.3
+    assert sum(ratio > 1.05 for ratio in late) <= 0.03 * len(late)

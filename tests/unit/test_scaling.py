@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.model.autoscale import Change, Estimate, Iteration, Scaling, estimate_of
+from orchestrator.core.model.autoscale import Change, Estimate, Iteration, Scaling, estimate_of, pace_of
 from orchestrator.core.model.settings import ScalingSettings
 from transport.contracts.continuous_batching import DecodeCost
 
@@ -150,3 +150,51 @@ def test_an_estimate_that_says_nothing_leaves_what_was_measured():
     empty = estimate_of(COST, [], max_running=16)
     assert empty(3) == 0.0
     assert measured(0, 2, 8.0, 4.0).generation_with(3, empty) == 8.0
+
+
+# -- where batches overlap
+
+
+def test_pace_is_throughput_while_the_end_of_one_batch_is_its_longest_sample():
+    """One sample is long: alone it is the end of a batch, which more workers hardly shorten; overlapped it hides."""
+    lengths = [100.0] * 200 + [800.0]
+    alone = estimate_of(COST, lengths, max_running=64)
+    pace = pace_of(COST, lengths, max_running=64, max_staleness=8)
+    assert pace(2) / pace(4) > 1.5 > 1.2 > alone(2) / alone(4)
+
+
+def test_pace_keeps_within_staleness_slots_and_memory():
+    few, many = (pace_of(COST, [100.0] * 64, max_running=slots, max_staleness=1) for slots in (4, 64))
+    assert few(1) > 2 * many(1)
+    assert few(1) == pytest.approx(64 * 100 / 4 * COST.step_s(4, 0), rel=1e-3), "four at a time, for ever"
+    one = pace_of(COST, [1000.0], max_running=64, max_staleness=3)
+    assert one(1) == pytest.approx(1000 * COST.step_s(1, 0) / 4, rel=0.1), "it may take four periods"
+    assert 0.9 * one(1) < one(7) < one(1)
+    small = msgspec.structs.replace(COST, kv_capacity_tokens=400.0)
+    assert pace_of(small, [100.0] * 64, max_running=64, max_staleness=1)(1) > 2 * many(1)
+
+
+@given(
+    st.lists(st.floats(1, 5000), min_size=1, max_size=30),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.floats(0, 500),
+)
+def test_more_workers_and_older_versions_never_slow_the_pace(lengths, workers, staleness, prompt_tokens):
+    def pace(workers: int, staleness: int) -> float:
+        options = dict(prompt_tokens=prompt_tokens, max_running=16, max_staleness=staleness)
+        return pace_of(msgspec.structs.replace(COST, kv_token_s=1e-6), lengths, **options)(workers)
+
+    now_s = pace(workers, staleness)
+    assert 0 < pace(workers + 1, staleness) <= now_s * (1 + 1e-5)
+    assert pace(workers, staleness + 1) <= now_s * (1 + 1e-5)
+
+
+def test_the_gap_rule_adds_at_once_and_the_gain_rule_after_two():
+    estimate = shrinking(5.0, 20.0)
+    gap = msgspec.structs.replace(SETTINGS, rule="gap")
+    assert live(gap, estimate, 9.0, workers=2)[0].batch == 0
+    assert [change.to_workers for change in live(gap, estimate, 9.0, workers=2)] == [3, 4, 5]
+    assert not live(gap, shrinking(0.0, 20.0), 10.0, workers=6), "it never drains"
+    iteration = measured(0, 2, 15.0, 9.0)
+    assert (iteration.delta_s, iteration.saved_s(1, estimate)) == (6.0, pytest.approx(10.0 - 20.0 / 3))

@@ -71,6 +71,18 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
         linear = self.step_s(batch, context_tokens) - quadratic
         return 2.0 * seconds / (linear + math.sqrt(linear * linear + 4.0 * quadratic * seconds)) if seconds > 0 else 0.0
 
+    def steady_step_s(self, tokens_per_s: float, context_per_s: float) -> float:
+        """A step of an instance that is sent so many response tokens, and context to read for them, every second.
+
+        It decodes as many samples at once as keep up (Little): n = tokens_per_s * step. The larger fixed point of the
+        two sides of the roof; infinite where it cannot keep up. Source: ours.
+        """
+        read = tokens_per_s * self.sample_s + context_per_s * self.kv_token_s
+        computed = read + tokens_per_s * self.gemm_sample_s
+        if computed >= 1:
+            return math.inf
+        return max((self.fixed_s + self.weights_s) / (1 - read), self.fixed_s / (1 - computed))
+
     def prefill_s(self, tokens: float) -> float:
         """One prefill of ``tokens`` prompt tokens, during which nothing is decoded."""
         if tokens <= 0:

@@ -189,6 +189,10 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     min_gain: Annotated[float, Meta(gt=0.01, le=1)] = (
         0.05  # share of an iteration that one worker more must save; docs/elastic.md
     )
+    scaling_rule: Literal["gain", "gap"] = (
+        "gain"  # gap: StreamRL's: one more while generation is slower by at least what it saves; docs/elastic.md
+    )
+    scaling_unit: AtLeast1 = 1  # workers that come or go together, e.g. those of one node
     slots: AtLeast1 = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
     dtype: Literal["bfloat16", "float32"] = (
         "bfloat16"  # of the weights that generate, and are published; a CPU without bf16 computes with them in float32
@@ -370,7 +374,9 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     groups_per_batch: AtLeast1 = 8  # prompt groups of a batch; a batch trained is one version of the weights
     group_size: AtLeast1 = 8  # samples of a prompt; advantages are relative to them, so 1 needs a critic or rl_coef 0
     max_staleness: Annotated[int, Meta(ge=0, le=16)] = 1  # versions a sample may lag: 0 synchronous, 1 asynchronous
-    update: UpdateMode = UpdateMode.IN_FLIGHT  # workers take weights when all, or each, are idle, or between two steps
+    update: UpdateMode = (
+        UpdateMode.IN_FLIGHT
+    )  # workers take weights when all are idle, when each is, or between two steps
     release: Literal["stream", "mini_batch", "batch"] = "stream"  # what the trainer waits for, see docs/modes.md
     mini_batch_groups: AtLeast1 = 4  # release = "mini_batch": scored groups that are handed over together
     rollout_batches: AtLeast1 = 1  # batches generated with one version of the weights before the next is waited for
@@ -381,6 +387,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     max_attempts: AtLeast1 = 4  # failed dispatches of one group before its slot is dead; a worker's death is none
     rollout_timeout_s: Positive = 300.0  # a dispatched group that has not finished by then is taken back
     dispatch: Dispatch = "auto"  # who gets which groups: one by one, or planned for a batch, see docs/dispatch.md
+    tail_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2  # of the groups, that dispatch in two classes counts as long
     plan_wait_s: NotNegative = 1.0  # a batch waits so long for its plan, then its groups go one after another
     migrate_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
 

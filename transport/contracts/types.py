@@ -99,9 +99,14 @@ class FinishReason(StrEnum):
 
 
 class UpdateMode(StrEnum):
-    """How generation workers take a new version of the weights."""
+    """How generation workers take a new version of the weights.
+
+    barrier: each at its own boundary between two batches.  together: all at once, when none has any of a batch left.
+    staggered: one after another.  in_flight: between two decode steps, with running samples kept.
+    """
 
     BARRIER = "barrier"
+    TOGETHER = "together"
     STAGGERED = "staggered"
     IN_FLIGHT = "in_flight"
 

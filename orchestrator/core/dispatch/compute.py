@@ -81,6 +81,7 @@ def problem_of(command: ComputePlan, settings: CoreSettings) -> Problem:
         max_tokens=settings.max_response_tokens or math.inf,
         train_token_s=settings.train_token_s if synchronous else 0.0,
         max_staleness=settings.max_staleness,
+        tail_share=settings.tail_share,
         seed=command.batch,
     )
 

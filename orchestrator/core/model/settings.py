@@ -47,6 +47,7 @@ _PIPELINE, _TRAINER, _EVAL, _SERVICE = PipelineSettings(), TrainerSettings(), Ev
 class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """When workers come and go.
 
+    rule: "gain" judges the iteration, "gap" is StreamRL's own, see ``autoscale.py``.
     min_workers, max_workers: limits, min_workers <= max_workers.  unit: workers that come or go together.
     min_gain: share of an iteration that a unit must save to be added.
     max_loss: share that an iteration may grow by when a unit goes; below ``min_gain``, and the gap is the hysteresis.
@@ -54,6 +55,7 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
     worker loads, and the batch that was cut for fewer workers ends.
     """
 
+    rule: Literal["gain", "gap"] = "gain"
     min_workers: int = 1
     max_workers: int = 1
     unit: int = 1
@@ -98,7 +100,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     answered several times counts as often.
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
     ``lanes/evaluation.py``.
-    dispatch: policy, see ``dispatch/compute.py``.  plan_wait_s: a batch waits so long for its plan.
+    dispatch: policy, see ``dispatch/compute.py``.  tail_share: of the groups, that two-class dispatch counts as long.
+    plan_wait_s: a batch waits so long for its plan.
     migrate_running: running groups of slow workers start over on idle ones, see ``dispatch/handout.py``.
     decode_cost: of a worker without slowdown.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
@@ -143,6 +146,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_hold_s: float = _EVAL.hold_s
     eval_timeout_s: float = _EVAL.timeout_s
     dispatch: str = LEAST_LOADED
+    tail_share: float = _PIPELINE.tail_share
     plan_wait_s: float = _PIPELINE.plan_wait_s
     migrate_running: bool = _PIPELINE.migrate_running
     decode_cost: DecodeCost = decode_cost_of(DecodeCostSettings())
@@ -164,7 +168,13 @@ def core_settings(settings: Settings) -> CoreSettings:
     """
     trainer, generation = settings.trainer, settings.generation
     low, high = generation.min_workers or generation.num_workers, generation.max_workers or generation.num_workers
-    scaling = ScalingSettings(min_workers=low, max_workers=high, min_gain=generation.min_gain) if low < high else None
+    scaling = ScalingSettings(
+        rule=generation.scaling_rule,
+        min_workers=low,
+        max_workers=max(low, high),
+        unit=generation.scaling_unit,
+        min_gain=generation.min_gain,
+    )
     sections = {"": settings.trainer, "eval_": settings.eval, "service_": settings.service}
     named: dict[str, Any] = msgspec.structs.asdict(settings.pipeline)
     for prefix, section in sections.items():
@@ -183,7 +193,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         "decode_cost": decode_cost_of(settings.decode_cost),
         "train_token_s": settings.decode_cost.train_token_s,
         "max_response_tokens": settings.sampling.max_new_tokens,
-        "scaling": scaling,
+        "scaling": scaling if low < high else None,
         "eval_problems": sum(one.problems * one.samples for one in eval_sets(settings).values()),
     }
     wanted = {field.name for field in msgspec.structs.fields(CoreSettings)}
@@ -229,7 +239,7 @@ def default_dispatch(*, max_staleness: int, update: UpdateMode, num_workers: int
     """
     if max_staleness == 0:
         return "scored"
-    steady = ranked and update is not UpdateMode.BARRIER and num_workers >= MANY_WORKERS
+    steady = ranked and update not in (UpdateMode.BARRIER, UpdateMode.TOGETHER) and num_workers >= MANY_WORKERS
     return "paced" if steady else LEAST_LOADED
 
 

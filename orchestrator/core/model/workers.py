@@ -126,7 +126,7 @@ class Fleet(msgspec.Struct, kw_only=True):
         if update is UpdateMode.STAGGERED:
             return worker.worker_id == self.next_to_load
         begins = batch // rollout_batches > worker.batch // rollout_batches
-        return update is UpdateMode.BARRIER and begins and self.behind(worker)
+        return update in (UpdateMode.BARRIER, UpdateMode.TOGETHER) and begins and self.behind(worker)
 
     def loads_due(self, update: UpdateMode) -> Iterator[Worker]:
         """Workers that have to load the newest weights now, in order of joining."""
@@ -150,6 +150,8 @@ class Fleet(msgspec.Struct, kw_only=True):
             return True
         if worker.loaded.epoch != self.newest.epoch:
             return True
+        if update is UpdateMode.TOGETHER:
+            return all(len(one.groups) == one.evaluating for one in self.workers.values() if one.healthy)
         finished = len(worker.groups) == worker.evaluating
         return finished and (update is UpdateMode.BARRIER or worker.worker_id == self.next_to_load)
 

@@ -15,7 +15,8 @@ events_cursor        id of the last entry of the events log that is applied
                      not_trusted), num_groups, recall_20, recall_10, recall_5, kendall_tau, drift, known_prompts,
                      refits}
                      scaling: null, or how many generation workers there are to be: {min_workers, max_workers, draining,
-                     changed (batch, -1 never), from_workers, to_workers, reason}
+                     changed (batch, -1 never), from_workers, to_workers, reason, judged (batch, -1 none yet), delta_s,
+                     saved_s}
 wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s}
 blocked              null, or the same once nothing progressed for liveness.warn_s, with still_s, seconds since then
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,

@@ -19,6 +19,7 @@ from orchestrator.core.dispatch.policies.problem import (
     Problem,
     Shares,
     by_instance,
+    length_quantiles,
     longest_first,
 )
 
@@ -67,10 +68,6 @@ def shares_by_speed(groups: Sequence[GroupLength], instances: Sequence[Instance]
 # -- StreamRL's Algorithm 2: few instances for the predicted long tail, the others for the rest
 
 
-TAIL = 0.2
-"""Share of samples that count as long. Source: StreamRL sec. 5.3, alpha = 20."""
-
-
 def two_class_max(problem: Problem) -> Plan:
     """Both classes run at the same time, so the later one ends the batch; the paper prints the sum of both
     (``benchmarks/papers/rules.py``)."""
@@ -97,24 +94,30 @@ def split(
 ) -> tuple[int, int]:
     """(instances for the tail, groups in the tail), both at least 1 and less than all.
 
-    Source: StreamRL Algorithm 2 and Eq. 2; P90 and P50 of the lengths stand for the means of the classes.
+    Source: StreamRL Algorithm 2 and Eq. 2; the median of the lengths to expect stands for the mean of the rest, and for
+    that of the tail the quantile in its middle: P90 for a tail of 20%.
     """
-    lengths = sorted(group.mean_tokens for group in problem.groups)
-    tail = min(len(lengths) - 1, max(1, round(TAIL * len(lengths))))
-    per_group = sum(group.num_samples for group in problem.groups) / len(lengths)
-    long_tokens, rest_tokens = (lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.9, 0.5))
+    count = len(problem.groups)
+    tail = min(count - 1, max(1, round(problem.tail_share * count)))
+    per_group = sum(group.num_samples for group in problem.groups) / count
+    long_tokens, rest_tokens = length_quantiles(problem, (1 - problem.tail_share / 2, 0.5))
+    prompt_tokens = problem.prompt_tokens
 
     def latency(num_long: int) -> float:
         num_rest = len(instances) - num_long
-        long_s = instance_latency_s(instances[0], tail * per_group / num_long, long_tokens)
-        rest_s = instance_latency_s(instances[-1], (len(lengths) - tail) * per_group / num_rest, rest_tokens)
+        long_s = instance_latency_s(instances[0], tail * per_group / num_long, long_tokens, prompt_tokens)
+        rest_s = instance_latency_s(instances[-1], (count - tail) * per_group / num_rest, rest_tokens, prompt_tokens)
         return objective(long_s, rest_s)
 
     return min(range(1, len(instances)), key=latency), tail
 
 
-def instance_latency_s(instance: Instance, samples: float, mean_tokens: float) -> float:
-    """Eq. 2: per-token latency at the batch that fits, times the length, times the number of rounds."""
-    fits = min(instance.max_running, max(1.0, instance.cost.kv_capacity_tokens / mean_tokens))
+def instance_latency_s(instance: Instance, samples: float, mean_tokens: float, prompt_tokens: float = 0.0) -> float:
+    """Eq. 2: per-token latency at the batch that fits, times the length, times the number of rounds.
+
+    Ours: a sample's context is its prompt and half of its response, and its memory that of both.
+    """
+    fits = min(instance.max_running, max(1.0, instance.cost.kv_capacity_tokens / (prompt_tokens + mean_tokens)))
     batch = min(samples, fits)
-    return instance.cost.step_s(batch, batch * mean_tokens / 2) * mean_tokens * math.ceil(samples / batch - 1e-9)
+    step_s = instance.cost.step_s(batch, batch * (prompt_tokens + mean_tokens / 2))
+    return step_s * mean_tokens * math.ceil(samples / batch - 1e-9)

@@ -7,9 +7,11 @@ and positive, whatever was predicted.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from itertools import accumulate
+from statistics import NormalDist, fmean, median
 from typing import TypeAlias
 
 from transport.contracts.continuous_batching import DecodeCost
@@ -62,6 +64,7 @@ class Problem:
     max_tokens: no response is longer.  train_token_s: trainer's seconds a token where it trains each sample as it
     comes and the next batch waits for it (synchronous), else 0.
     max_staleness: versions that a sample may be behind; batches overlap where it is above 0.
+    tail_share: of the groups, that two-class dispatch counts as long; in (0, 1).
     seed: of the draws of lengths.
     """
 
@@ -71,6 +74,7 @@ class Problem:
     max_tokens: float = math.inf
     train_token_s: float = 0.0
     max_staleness: int = 0
+    tail_share: float = 0.2
     seed: int = 0
 
 
@@ -93,6 +97,25 @@ class Plan:
 def longest_first(groups: Sequence[GroupLength]) -> list[GroupLength]:
     """Longest predicted first; ties stay in the order of admission."""
     return sorted(groups, key=lambda group: -group.mean_tokens)
+
+
+QUINTILES = tuple(NormalDist().inv_cdf(share) for share in (0.1, 0.3, 0.5, 0.7, 0.9))
+"""Deviations in the middle of each fifth of a group's outcomes."""
+
+
+def length_quantiles(problem: Problem, shares: Sequence[float]) -> list[float]:
+    """Of all samples' lengths to expect, tokens: of each share in [0, 1] the length that so many do not exceed.
+
+    Source: ours. Predictions alone are nearer to their mean than lengths are: what a ranker cannot know is put back.
+    """
+    outcomes = sorted(
+        (min(problem.max_tokens, group.inflated(deviations)), group.num_samples)
+        for group in problem.groups
+        for deviations in (QUINTILES if group.sigma else (0.0,) * len(QUINTILES))
+    )
+    upto = list(accumulate(count for _, count in outcomes))
+    places = (min(len(outcomes) - 1, bisect_left(upto, share * upto[-1])) for share in shares)
+    return [outcomes[place][0] for place in places]
 
 
 def by_instance(shares: Sequence[tuple[GroupLength, ...]], order: Sequence[int]) -> Shares:
