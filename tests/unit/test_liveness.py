@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 
 import pytest
 
@@ -25,9 +26,17 @@ class FakeProcesses:
     def __init__(self, **pids: int) -> None:
         self._pids = pids
         self.ended: list[str] = []
+        self.remote: set[str] = set()
+        self.waiting: set[str] = set()
 
     def pids(self) -> dict[str, int]:
         return dict(self._pids)
+
+    def elsewhere(self) -> Collection[str]:
+        return self.remote
+
+    def pending(self) -> Collection[str]:
+        return self.waiting
 
     def end(self, name: str) -> None:
         self.ended.append(name)
