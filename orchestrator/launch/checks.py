@@ -189,7 +189,8 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     problems: the reward is tried on the first of them.  Raises: ConfigError, ChildFailedError.
     """
     scoring, generation = settings.scoring, settings.generation
-    devices = (settings.trainer.device, generation.device)
+    here = settings.launcher.kind == "local"
+    devices = (settings.trainer.device, generation.device) if here else ()
     own = any(":" in name for name in (settings.algorithm.advantage, settings.algorithm.loss))
     foreign = scoring.reward or own or settings.environment.name or generation.engine in SERVER_ENGINES
     if not (foreign or any(name.startswith("cuda") for name in devices)):

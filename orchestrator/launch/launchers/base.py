@@ -102,13 +102,13 @@ def resources_of(settings: Settings, kind: WorkerKind) -> Resources:
     gpus = 0
     if kind is WorkerKind.GENERATE and not generation.engine_url:
         served = generation.engine in SERVER_ENGINES
-        gpus = generation.gpus_per_worker if served else int(_on_gpu(generation.engine, generation.device))
+        gpus = generation.gpus_per_worker if served else int(_on_gpu(generation.device))
     elif kind is WorkerKind.TRAIN:
-        gpus = int(_on_gpu(settings.trainer.engine, settings.trainer.device))
+        gpus = int(_on_gpu(settings.trainer.device))
     elif kind is WorkerKind.CRITIC:
-        gpus = int(_on_gpu(settings.trainer.engine, settings.critic.device))
+        gpus = int(_on_gpu(settings.critic.device))
     return Resources(gpus=gpus, cpus=launcher.cpus, memory_mib=launcher.memory_mib)
 
 
-def _on_gpu(engine: str, device: str) -> bool:
-    return engine != "emulated" and device.startswith("cuda")
+def _on_gpu(device: str) -> bool:
+    return device.startswith("cuda")
