@@ -147,6 +147,8 @@ class Fleet:
         joined = ["--broker", url, "--run", self.settings.run.name, "--run-dir", str(self.run_dir)]
         if kind is WorkerKind.CRITIC and self.settings.critic.model:
             return joined  # it begins as another model, which it prepares itself
+        if kind is not None and not self.is_local:
+            return joined  # what is prepared here may not be there
         return [*joined, "--model-dir", str(self.model_dir)]
 
 

@@ -165,5 +165,5 @@ def test_what_an_engine_has_not_started_is_named_with_its_reason():
     assert blocked is not None
     assert blocked["pending"] == {"generate-1": "Slurm job 7: Resources"}
     clock.advance(6.0)
-    with pytest.raises(StalledError, match="not started yet: generate-1 .Slurm job 7: Resources."):
+    with pytest.raises(StalledError, match=r"not started yet: generate-1 .Slurm job 7: Resources."):
         dog.check(Waiting())

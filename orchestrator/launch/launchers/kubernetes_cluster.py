@@ -17,6 +17,7 @@ import importlib.util
 import itertools
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,10 +142,11 @@ class KubernetesLauncher:
 
     async def _keep_log(self, process: PodProcess, pods: list[Any]) -> None:
         for pod in pods:
-            read = self._core.read_namespaced_pod_log
-            name = pod.metadata.name
+            ask = partial(
+                self._core.read_namespaced_pod_log, pod.metadata.name, self._namespace, _request_timeout=ANSWER_S
+            )
             try:
-                said = await self._call(lambda n=name: read(n, self._namespace, _request_timeout=ANSWER_S))
+                said = await self._call(ask)
             except KubernetesUnavailableError as error:
                 said = f"its log cannot be read: {error}"
             with process.output.open("a", encoding="utf-8") as file:

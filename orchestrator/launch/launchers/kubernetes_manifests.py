@@ -22,7 +22,7 @@ from transport.contracts.settings import Settings
 from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 
 RUNS, CONFIG, SECRETS = "/runs", "/etc/streamrl", "/run/secrets/streamrl"
-USER = 1000
+USER = 10001
 """Of the image (compose/Dockerfile)."""
 BROKER_PORT = 6379
 SECRET_KEYS = {BROKER_PASSWORD: "broker-password", SHARED_SECRET: "secret"}
@@ -180,14 +180,15 @@ def _broker_url(run: str) -> str:
 def _broker(settings: Settings) -> list[Manifest]:
     run = settings.run.name
     labels = _labels(settings, "broker")
-    ready = {"tcpSocket": {"port": BROKER_PORT}, "periodSeconds": 5}
-    pod = _pod_spec(settings, ["bash", "/opt/streamrl/broker.sh"], [], Resources(cpus=1), restart="Always")
+    probe = {"exec": {"command": ["broker-health.sh"]}, "periodSeconds": 5, "timeoutSeconds": 5}
+    pod = _pod_spec(settings, ["broker.sh"], [], Resources(cpus=1), restart="Always")
     container = pod["containers"][0]
     container |= {
         "name": "broker",
         "ports": [{"containerPort": BROKER_PORT}],
-        "readinessProbe": ready,
-        "livenessProbe": ready | {"failureThreshold": 12},
+        "image": _broker_image(settings.launcher.image),
+        "readinessProbe": probe,
+        "livenessProbe": probe | {"initialDelaySeconds": 120, "failureThreshold": 12},
         "env": [{"name": "BROKER_PASSWORD_FILE", "value": f"{SECRETS}/{SECRET_KEYS[BROKER_PASSWORD]}"}],
     }
     container["volumeMounts"][0] = {"name": "data", "mountPath": "/data"}
@@ -209,6 +210,14 @@ def _broker(settings: Settings) -> list[Manifest]:
         _object(settings, "v1", "Service", part, spec=service),
         _object(settings, "apps/v1", "StatefulSet", part, spec=stateful),
     ]
+
+
+def _broker_image(image: str) -> str:
+    """Beside that of the other processes, as docker-compose.yml names both."""
+    repository, colon, tag = image.rpartition(":")
+    if not colon or "/" in tag:  # no tag: what is after the colon is a port
+        return f"{image}-broker"
+    return f"{repository.partition('@')[0]}-broker:{tag}" if "@" not in image else f"{image.partition('@')[0]}-broker"
 
 
 def _rights(settings: Settings) -> list[Manifest]:
