@@ -25,7 +25,7 @@ def _slurm(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def _why_no_slurm() -> str:
+def why_no_slurm() -> str:
     if not shutil.which("sinfo"):
         return "there is no Slurm on this machine"
     try:
@@ -37,7 +37,7 @@ def _why_no_slurm() -> str:
 
 @pytest.fixture
 def slurm() -> None:
-    if why := _why_no_slurm():
+    if why := why_no_slurm():
         pytest.skip(why)
 
 
