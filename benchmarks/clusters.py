@@ -86,7 +86,7 @@ async def launchers(count: int, at_once: int) -> dict[str, dict[str, float]]:
 
 
 async def _end_pods(api: KubernetesApi) -> None:
-    """As a node would whose containers have nothing to do. The API's server is in this process, too, and its CPU counts."""
+    """As a node would whose containers have nothing to do. The API's server is in this process, and its CPU counts."""
     while True:
         for name, made in list(api.objects.items()):
             if made["status"]["phase"] == "Pending":

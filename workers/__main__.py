@@ -144,6 +144,9 @@ class Joining:
         ),
     ] = None
     tls_ca: Annotated[str, typer.Option(help="CA file for a rediss:// broker")] = ""
+    tls_cert: Annotated[
+        str, typer.Option(help="PEM file with a certificate and its key, for a broker that asks its clients for one")
+    ] = ""
     outage_s: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait for a broker that went away")] = (
         BrokerSettings().outage_s
     )
@@ -176,7 +179,13 @@ class Joining:
             raise typer.BadParameter(f"--site: {self.site!r} is no name of at most {MAX_SITE_CHARACTERS} characters")
         check_node(os.environ)
         password = read_secret(os.environ, BROKER_PASSWORD)
-        settings = BrokerSettings(url=self.broker, password=password, tls_ca=self.tls_ca, outage_s=self.outage_s)
+        settings = BrokerSettings(
+            url=self.broker,
+            password=password,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            outage_s=self.outage_s,
+        )
         heartbeat = heartbeat_file(index)
 
         async def serve() -> bool:

@@ -65,8 +65,9 @@ def _broken_of_processes(s: Settings) -> Iterator[tuple[str, str]]:
         yield "rows.ports", NO_PORTS
     if s.api.secret and len(s.api.secret) < MIN_CHARACTERS:
         yield "api.secret", f"must be {MIN_CHARACTERS} characters or more; make one with {HOW_TO_MAKE}"
-    if s.broker.tls_ca and not s.broker.url.startswith("rediss"):
-        yield "broker.tls_ca broker.url", "needs a broker.url that starts with rediss://"
+    for key, file in {"broker.tls_ca": s.broker.tls_ca, "broker.tls_cert": s.broker.tls_cert}.items():
+        if file and not s.broker.url.startswith("rediss"):
+            yield f"{key} broker.url", "needs a broker.url that starts with rediss://"
     if s.liveness.lease_s < 2 * s.liveness.heartbeat_s:
         yield (
             "liveness.lease_s liveness.heartbeat_s",

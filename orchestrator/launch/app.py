@@ -26,7 +26,7 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -195,8 +195,10 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
         note_start(rundir, resolved)
         with noting_end(rundir):
             go_on = serve_command(rundir.path, settings)
-            end = _connected(settings, name, rundir.path, model_dir, go_on=go_on, reopen=resume and reopen, alone=True)
-            if not await (_growing(end, settings, rundir, model_dir, resume=resume) if grows else end):
+            serving = partial(
+                _connected, settings, name, rundir.path, model_dir, go_on=go_on, reopen=resume and reopen, alone=True
+            )
+            if not await (_growing(serving, settings, rundir, model_dir, resume=resume) if grows else serving()):
                 raise _interrupted()
         console.write_report()
         view.note(console.summary(time.monotonic() - started_s))
@@ -207,9 +209,14 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
 
 
 async def _growing(
-    end: Coroutine[Any, Any, bool], settings: Settings, rundir: RunDir, model_dir: Path, *, resume: bool
+    serving: Callable[[], Coroutine[Any, Any, bool]],
+    settings: Settings,
+    rundir: RunDir,
+    model_dir: Path,
+    *,
+    resume: bool,
 ) -> bool:
-    """``end``, and beside it start the generation workers that the run asks for; they are gone when it is over."""
+    """``serving``, and beside it start the generation workers that the run asks for; they are gone when it is over."""
     check_cluster(settings)
     launcher = open_launcher(settings, rundir, begun=())
     children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts, launcher=launcher)
@@ -247,7 +254,7 @@ async def _growing(
         tasks = [group.create_task(children.watch_pending(report), name="pending")]
         adding = add_workers(broker, start, first=settings.generation.num_workers)
         tasks.append(group.create_task(adding, name="add workers"))
-        finished = await end
+        finished = await serving()
         for task in tasks:
             task.cancel()
     return finished

@@ -110,6 +110,7 @@ class Fleet:
             if kind is WorkerKind.TRAIN and (ranks := self.settings.trainer.num_ranks) > 1:
                 number = []  # the engine numbers them
         reach = ["--tls-ca", broker.tls_ca, "--outage-s", str(broker.outage_s)]
+        reach += ["--tls-cert", broker.tls_cert] if broker.tls_cert else []
         common = self._common(self.worker_url or self.url, kind)
         argv = python_module("workers", kind.value, *number, *common, *reach)
         argv += self._local_arguments(kind) + (self.gpus.arguments(kind, index) if self.gpus else [])

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 
@@ -469,6 +470,23 @@ async def test_tls(servers: Servers, tls_files: Path) -> None:
     await broker.close()
     with pytest.raises(BrokerRejectedError, match=r"not trusted .*broker\.tls_ca"):
         await connect(BrokerSettings(url=url, outage_s=5), RUN)
+
+
+@pytest.mark.redis
+async def test_a_server_that_asks_its_clients_for_a_certificate(servers: Servers, tls_files: Path) -> None:
+    certificate, key = tls_files / "ca.pem", tls_files / "key.pem"
+    own, port = tls_files / "own.pem", free_port()
+    own.write_text(certificate.read_text() + key.read_text())
+    tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    servers.start(*tls, "--tls-ca-cert-file", str(certificate), kind="redis").wait_listening(port)
+    settings = BrokerSettings(url=f"rediss://127.0.0.1:{port}", tls_ca=str(certificate), outage_s=5)
+    broker = await connect(msgspec.structs.replace(settings, tls_cert=str(own)), RUN)
+    assert (await broker.commit(finished_row())).inserted == (True,)
+    await broker.close()
+    with pytest.raises(BrokerRejectedError, match=r"wants a certificate of its clients: set broker\.tls_cert"):
+        await connect(settings, RUN)
+    with pytest.raises(BrokerRejectedError, match=r"tls_cert .* is no file with a certificate and its key"):
+        await connect(msgspec.structs.replace(settings, tls_cert=str(key)), RUN)
 
 
 async def test_tls_to_a_server_without(server_url: str) -> None:

@@ -193,10 +193,11 @@ class RedisLink:
         key: str = "",
         password: str = "",
         tls_ca: str = "",
+        tls_cert: str = "",
         outage_s: float = 60.0,
         timeout_s: float = 10.0,
     ) -> None:
-        arguments, watchers = _pool_arguments(url, key, password, tls_ca)
+        arguments, watchers = _pool_arguments(url, key, password, tls_ca, tls_cert)
         kind = cast("type[Connection]", arguments.pop("connection_class", Connection))
         if watchers is not None:
             watchers.kind, watchers.arguments = kind, dict(arguments)
@@ -302,6 +303,11 @@ class RedisLink:
                     f"broker {self.address} has a certificate that is not trusted ({cause.verify_message}): "
                     "set broker.tls_ca to the CA file that signed it, and use the host name it was made for"
                 )
+            if isinstance(cause, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(cause):
+                return BrokerRejectedError(
+                    f"broker {self.address} wants a certificate of its clients: set broker.tls_cert to a PEM file with "
+                    "yours and its key"
+                )
             if isinstance(cause, ssl.SSLError):
                 return BrokerRejectedError(
                     f"broker {self.address} does not speak TLS as asked ({cause.reason}): "
@@ -315,7 +321,9 @@ class RedisLink:
         return BrokerUnavailableError(self.address, reason)
 
 
-def _pool_arguments(url: str, key: str, password: str, tls_ca: str) -> tuple[dict[str, Any], Watchers | None]:
+def _pool_arguments(
+    url: str, key: str, password: str, tls_ca: str, tls_cert: str
+) -> tuple[dict[str, Any], Watchers | None]:
     """redis-py's arguments: RESP2 (its replies are plain lists), no retries, no CLIENT SETINFO (newer than 7.0).
 
     No time-out of its own either: it writes under asyncio.wait_for, which in Python 3.11 swallows a cancellation that
@@ -338,6 +346,15 @@ def _pool_arguments(url: str, key: str, password: str, tls_ca: str) -> tuple[dic
                 f"broker.tls_ca (--tls-ca) {tls_ca} is no file of CA certificates: {error.strerror or error}"
             ) from error
         arguments["ssl_ca_certs"] = tls_ca
+    if arguments.get("connection_class") is SSLConnection and tls_cert:
+        try:
+            ssl.create_default_context().load_cert_chain(tls_cert)
+        except (OSError, ssl.SSLError) as error:
+            raise BrokerRejectedError(
+                f"broker.tls_cert (--tls-cert) {tls_cert} is no file with a certificate and its key: "
+                f"{error.strerror or error}"
+            ) from error
+        arguments["ssl_certfile"] = tls_cert
     arguments.update(
         protocol=2,
         decode_responses=False,

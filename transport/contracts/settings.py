@@ -466,6 +466,7 @@ class BrokerSettings(Section, frozen=True, kw_only=True):
     url: BrokerUrl = ""  # see docs/broker.md; empty: an embedded server in the run's directory
     password: str = ""  # of the broker; the url may hold it, too
     tls_ca: str = ""  # CA file for rediss://
+    tls_cert: str = ""  # PEM file with a certificate of ours and its key, for a server that asks clients for one
     appendfsync: Literal["always", "everysec", "no"] = "everysec"  # of the embedded server
     max_retained_bytes: AtLeast1MB = 2_000_000_000  # rows in the broker; at the limit a checkpoint, then intake stops
     outage_s: Positive = 60.0  # how long a process waits for a broker that went away
