@@ -30,7 +30,13 @@ from transport.broker import keys
 from transport.contracts.messages import SpawnWorkers, WorkerStatus, encode
 from transport.contracts.types import RunName, WorkerId, WorkerKind
 
-WORKER = ProcessSpec(name="generate-1", argv=["worker", "generate"], env={"K": "v"}, kind=WorkerKind.GENERATE)
+WORKER = ProcessSpec(
+    name="generate-1",
+    argv=["worker", "generate"],
+    env={"K": "v"},
+    kind=WorkerKind.GENERATE,
+    resources=Resources(cpus=2, memory_mib=512),
+)
 RANKS = ProcessSpec(
     name="train-0", argv=["worker", "train"], kind=WorkerKind.TRAIN, ranks=2, resources=Resources(gpus=1)
 )
@@ -88,7 +94,7 @@ def slurm_launcher(tmp_path: Path, *overrides: str, environ: Mapping[str, str] |
 
 
 async def test_a_worker_is_a_job_of_slurm_and_its_secrets_stand_on_no_command_line(slurm: Path, tmp_path: Path):
-    launcher = slurm_launcher(tmp_path, "launcher.cpus=2", "launcher.memory_mib=512", "launcher.place=main")
+    launcher = slurm_launcher(tmp_path, "launcher.place=main")
     process = await launcher.start(WORKER, tmp_path / "generate-1.log")
     assert await process.wait() == 0
     (line,) = calls(slurm, "srun")
