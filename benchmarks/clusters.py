@@ -40,6 +40,7 @@ from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 
 NOTHING = ["/bin/true"]
+ON_RAY = ("launcher.kind=ray", "launcher.address=127.0.0.1")
 LEASE_S = 4.0
 """As QUICK has it."""
 
@@ -104,7 +105,7 @@ def first_batch_s(directory: Path, *more: str) -> float:
 
 
 def node_loss_s(directory: Path, address: str, kill: Any) -> float:
-    on_ray = ("launcher.kind=ray", f"launcher.place={address}", "generation.device=cuda")
+    on_ray = (*ON_RAY, f"launcher.place={address}", "generation.device=cuda")
     with LiveRun(directory, *EMULATED, *QUICK, *on_ray, "run.batches=400") as run:
         run.wait_for_batch(3)
         kill(holding=["workers", "generate", "--index", "0"])
@@ -132,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 with ray_nodes(Path(name)) as nodes:
                     for part in ("ray", "loss"):
                         (Path(name) / part).mkdir()
-                    more = ("launcher.kind=ray", f"launcher.place={nodes.address}")
-                    figures["ray_first_batch_s"] = first_batch_s(Path(name) / "ray", *more)
+                    place = f"launcher.place={nodes.address}"
+                    figures["ray_first_batch_s"] = first_batch_s(Path(name) / "ray", *ON_RAY, place)
                     figures["node_loss_recovery_s"] = node_loss_s(Path(name) / "loss", nodes.address, nodes.kill)
     each = asyncio.run(launchers(options.workers, options.at_once))
     figures["launcher_ms_per_worker"] = max(one["cpu_ms"] for one in each.values())

@@ -100,7 +100,8 @@ def check_cluster(settings: Settings) -> None:
     launcher, broker = settings.launcher, settings.broker
     if launcher.kind == "local":
         return
-    if launcher.kind == "slurm" and not (broker.url or launcher.address):
+    several = launcher.kind == "slurm" or (launcher.kind == "ray" and launcher.place)
+    if several and not (broker.url or launcher.address):
         raise ConfigError(
             "launcher.address: nodes must reach the broker: set it to what they call this host (the embedded broker "
             "then listens there, with its password), or name a broker of your own with broker.url",

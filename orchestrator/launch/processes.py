@@ -145,7 +145,8 @@ class Fleet:
         return arguments
 
     def _common(self, url: str, kind: WorkerKind | None = None) -> list[str]:
-        joined = ["--broker", url, "--run", self.settings.run.name, "--run-dir", str(self.run_dir)]
+        run_dir = self.run_dir if self.is_local else self.run_dir.resolve()
+        joined = ["--broker", url, "--run", self.settings.run.name, "--run-dir", str(run_dir)]
         if kind is WorkerKind.CRITIC and self.settings.critic.model:
             return joined  # it begins as another model, which it prepares itself
         if kind is not None and not self.is_local:

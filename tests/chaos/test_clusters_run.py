@@ -79,7 +79,7 @@ def test_a_run_grows_on_three_raylets_and_one_is_killed(tmp_path: Path):
     with ray_nodes(tmp_path) as cluster:
         settings = [setting for setting in ELASTIC if not setting.startswith("run.batches")]
         settings += ["run.batches=24", f"generation.lengths={lengths}", "generation.device=cuda"]
-        settings += ["launcher.kind=ray", f"launcher.place={cluster.address}"]
+        settings += ["launcher.kind=ray", f"launcher.place={cluster.address}", "launcher.address=127.0.0.1"]
         with LiveRun(tmp_path, *settings, *QUICK) as run:
             run.wait_until(lambda: "generation workers 1 -> " in run.output, "more workers", timeout_s=END_S)
             cluster.kill(holding=["workers", "generate", "--index", "0"])

@@ -329,6 +329,7 @@ def test_ranks_that_an_engine_starts_are_one_process_that_numbers_itself(tmp_pat
     ("overrides", "problem"),
     [
         (("launcher.kind=slurm",), "launcher.address"),
+        (("launcher.kind=ray", "launcher.place=auto"), "launcher.address"),
         (("launcher.kind=slurm", "launcher.address=10.0.0.1"), "tensors.host"),
         (("launcher.kind=ray", "broker.url=redis://far:1"), "tensors.host"),
         (("launcher.kind=slurm", "launcher.address=h", "tensors.host=0.0.0.0", "rows.store=units"), "rows.host"),

@@ -24,7 +24,7 @@ def open_launcher(settings: Settings, rundir: RunDir, begun: Collection[str]) ->
         case "ray":
             from orchestrator.launch.launchers.ray_cluster import RayLauncher
 
-            return RayLauncher(settings)
+            return RayLauncher(settings, len(begun))
         case "kubernetes":
             from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher
 

@@ -47,14 +47,15 @@ class RayUnavailableError(TransientError):
 class Host:
     """What runs on the node: one worker as a child. All calls come from the launcher; two run at once."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """argv: begins with the node's own interpreter, whatever that of the launcher is called."""
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], directory: str) -> None:
+        """directory: to run in, where this node has it, so that relative paths mean the same."""
         self._child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **env},
+            cwd=directory if os.path.isdir(directory) else None,
             start_new_session=True,
             preexec_fn=ending_with_this_process(),
         )
@@ -90,12 +91,14 @@ class Host:
 class RayLauncher:
     is_local = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, num_begun: int) -> None:
+        """num_begun: workers that the run begins with."""
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(
                 "launcher.kind: Ray is not installed; install it with: pip install 'streamrl[ray]'", key="launcher.kind"
             )
         self._settings = settings
+        self._most = num_begun + settings.generation.max_workers
         self._starts = itertools.count(1)
         self._started: dict[str, RayProcess] = {}
 
@@ -104,13 +107,17 @@ class RayLauncher:
 
         address = self._settings.launcher.place
         handlers = {number: signal.getsignal(number) for number in ending_signals()}
+        own: dict[str, Any] = {}
+        if not address:  # on one machine processes share its cores, as under the local launcher
+            num_cpus = max(os.cpu_count() or 1, self._most * self._settings.launcher.cpus)
+            own = {"num_cpus": num_cpus, "include_dashboard": False}
         connecting = asyncio.to_thread(
             ray.init,
             address=address or "local",
             namespace=f"streamrl-{self._settings.run.name}",
-            include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
+            **own,
         )
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -153,7 +160,7 @@ class RayLauncher:
                 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
-            actors.append(make.options(**options).remote(list(spec.argv), env))
+            actors.append(make.options(**options).remote(list(spec.argv), env, os.getcwd()))
         process = RayProcess(actors, output, next(self._starts), spec.resources, group)
         self._started[spec.name] = process
         return process
