@@ -326,7 +326,8 @@ def train(
         raise typer.Exit(_train_ranks(ranks, index, gpus))
     from workers.commands.build import trainer_worker
 
-    gpus.take(of_all=index in ("", "auto") and bool(_rank_variable()))
+    own_gpus = LAUNCHED in os.environ  # an engine shows each rank its own
+    gpus.take(of_all=index in ("", "auto") and bool(_rank_variable()) and not own_gpus)
     rank = _rank(index, joining.home)
     make = partial(
         trainer_worker,

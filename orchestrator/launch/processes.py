@@ -114,12 +114,14 @@ class Fleet:
         common = self._common(self.worker_url or self.url, kind)
         argv = python_module("workers", kind.value, *number, *common, *reach)
         argv += self._local_arguments(kind) + (self.gpus.arguments(kind, index) if self.gpus else [])
+        asks = resources_of(self.settings, kind)
+        argv += ["--gpus-each", str(asks.gpus)] if asks.gpus > 1 and not self.is_local else []  # a server's ranks
         return ProcessSpec(
             name=f"{kind.value}-{index}",
             argv=argv,
             env=env,
             kind=kind,
-            resources=resources_of(self.settings, kind),
+            resources=asks,
             ranks=ranks,
         )
 

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import (
-    FileStore,
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
