@@ -9,8 +9,9 @@ import json
 import os
 import shlex
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,15 @@ from transport.contracts.settings import BrokerSettings, Name
 from transport.contracts.types import RunName, WorkerKind
 from transport.errors import MISTAKES, BrokerFullError, DirectoryError, FatalError, StreamError
 from transport.process import faults
-from transport.process.programs import add_version, configure_logs, ending_signals, python_module, with_options
+from transport.process.programs import (
+    LAUNCHED,
+    add_version,
+    configure_logs,
+    ending_signals,
+    python_module,
+    versions,
+    with_options,
+)
 from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.tensors.base import parse_ports
 from workers.errors import SETUP_MISTAKES
@@ -167,6 +176,7 @@ class Joining:
             raise typer.BadParameter(f"--run: {self.run!r} is no name of a run") from error
         if len(self.site) > MAX_SITE_CHARACTERS or not self.site.isprintable():
             raise typer.BadParameter(f"--site: {self.site!r} is no name of at most {MAX_SITE_CHARACTERS} characters")
+        check_node(os.environ)
         password = read_secret(os.environ, BROKER_PASSWORD)
         settings = BrokerSettings(
             url=self.broker,
@@ -316,7 +326,8 @@ def train(
         raise typer.Exit(_train_ranks(ranks, index, gpus))
     from workers.commands.build import trainer_worker
 
-    gpus.take(of_all=index in ("", "auto") and bool(_rank_variable()))
+    own_gpus = LAUNCHED in os.environ  # an engine shows each rank its own
+    gpus.take(of_all=index in ("", "auto") and bool(_rank_variable()) and not own_gpus)
     rank = _rank(index, joining.home)
     make = partial(
         trainer_worker,
@@ -541,6 +552,25 @@ def heartbeat_file(index: int | None) -> Path | None:
     file = Path(named if index is None else f"{named}.{index}")
     file.unlink(missing_ok=True)
     return file
+
+
+def check_node(environ: Mapping[str, str]) -> None:
+    """Of a worker that an engine started on a node.
+
+    Raises: BadParameter: another version is here, or the run's directory is not.
+    """
+    if not (said := environ.get(LAUNCHED)):
+        return
+    wanted, _, file = said.partition(" ")
+    own = versions("streamrl").get("streamrl", "")
+    if own != wanted:
+        raise typer.BadParameter(
+            f"node {socket.gethostname()} has streamrl {own or 'of no version'}, and the run is of {wanted}: install it"
+        )
+    if not Path(file).exists():
+        raise typer.BadParameter(
+            f"node {socket.gethostname()} does not see {file}: put --dir on a file system that all nodes share"
+        )
 
 
 def _shared_secret() -> bytes:

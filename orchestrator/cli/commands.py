@@ -7,6 +7,7 @@ at once (no torch, no transformers).
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -74,6 +75,14 @@ RunsBroker = Annotated[
         "the run's files name.",
     ),
 ]
+LauncherOption = Annotated[
+    str | None,
+    typer.Option(
+        "--launcher",
+        metavar="KIND",
+        help="Who starts the workers: local, slurm, ray or kubernetes: --set launcher.kind=KIND. [docs/clusters.md]",
+    ),
+]
 RunsDirectory = Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")]
 
 
@@ -134,7 +143,7 @@ class Configuration:
         return resolved
 
 
-@app.command(help=f"Train: start every process of a run on this machine and see it through.\n\n{EXIT_CODES}")
+@app.command(help=f"Train: start every process of a run and see it through.\n\n{EXIT_CODES}")
 @with_options(Configuration)
 def run(
     configuration: Configuration,
@@ -142,6 +151,7 @@ def run(
         str | None, typer.Option(help="Name of the run: --set run.name=NAME. [the preset's, numbered when it is taken]")
     ] = None,
     directory: RunsDirectory = None,
+    launcher: LauncherOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run of this name, with its own settings.")
     ] = False,
@@ -149,13 +159,19 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the configuration, with where each value came from, and stop; `settings NAME` explains one.",
+            help="Print the configuration, with where each value came from, and stop; `settings NAME` explains one. "
+            "With a --launcher but local: print what would be submitted, a batch script or manifests.",
         ),
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live table.")] = False,
 ) -> None:
-    overrides = configuration.overrides(run_name=name, run_dir=directory)
+    overrides = configuration.overrides(run_name=name, run_dir=directory, launcher_kind=launcher)
     resolved = configuration.resolve_resumed(overrides) if resume else configuration.resolve_new(overrides)
+    if dry_run and resolved.settings.launcher.kind != "local":
+        from orchestrator.launch.submission import submission
+
+        typer.echo(submission(resolved, sys.argv[2:]), nl=False)
+        return
     if dry_run:
         from orchestrator.launch.gpus import place_gpus, with_numbers
         from orchestrator.launch.processes import workers_of
@@ -395,6 +411,14 @@ def serve(
     broker: Annotated[str, typer.Option(help="redis://host:port, rediss://host:port or unix://path.")],
     run_name: Annotated[str | None, typer.Option("--run", help="Name of the run. [the preset's]")] = None,
     directory: RunsDirectory = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="Start the generation workers that the run asks for as it grows: local, slurm, ray or kubernetes. "
+            "[they join by hand]",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
     or_resume: Annotated[
         bool,
@@ -416,9 +440,10 @@ def serve(
         raise typer.Exit(
             main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
         )
-    overrides = configuration.overrides(run_name=run_name, run_dir=directory, broker_url=broker)
+    overrides = configuration.overrides(run_name=run_name, run_dir=directory, broker_url=broker, launcher_kind=launcher)
     resolved = configuration.resolve(overrides)
     there = or_resume and RunDir(Path(resolved.settings.run.dir) / resolved.settings.run.name).exists()
     if resume or there:
         resolved = configuration.resolve_resumed(overrides)
-    raise typer.Exit(main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir))
+    grows = launcher is not None
+    raise typer.Exit(main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir, grows=grows))

@@ -26,13 +26,14 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any
 
+import msgspec
 import structlog
 import uvloop
 
@@ -45,9 +46,12 @@ from orchestrator.core.view import rows_reported
 from orchestrator.errors import ConfigError, ExitCode, Interrupted, RunFailedError
 from orchestrator.http import check_listening, open_listener, run_key, serve_http
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
-from orchestrator.launch.checks import FIRST_ANSWER_S, check_inputs, prepare_model
+from orchestrator.launch.checks import FIRST_ANSWER_S, check_cluster, check_inputs, prepare_model
 from orchestrator.launch.console import RunConsole
-from orchestrator.launch.processes import score_arguments, train_arguments
+from orchestrator.launch.growth import PENDING_TTL_S, STOP_GRACE_S, add_workers, report_loss
+from orchestrator.launch.launchers.base import ProcessSpec
+from orchestrator.launch.launchers.choice import open_launcher
+from orchestrator.launch.processes import Children, Fleet, score_arguments, train_arguments
 from orchestrator.loop.decide import Decider, Trimmer, recover_state
 from orchestrator.loop.execute import Executor, Issued, Planner
 from orchestrator.loop.intake import (
@@ -100,14 +104,16 @@ from transport.contracts.messages import (
     SpawnWorkers,
     TrainRound,
     TrialRows,
+    encode,
 )
 from transport.contracts.settings import Settings
-from transport.contracts.types import RunName, WorkerId
+from transport.contracts.types import RunName, WorkerId, WorkerKind
 from transport.contracts.user_files import identify_model
 from transport.errors import TransientError, first_error
 from transport.process import faults
 from transport.process.clock import Clock, MonotonicClock
 from transport.process.programs import command, configure_logs, ending_signals, leave_terminal
+from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 from transport.rows.run_rows import open_rows
 from transport.tensors.shm import segment_directories, sweep_stale
 
@@ -133,11 +139,12 @@ def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: 
     return _run(_connected(settings, RunName(run), run_dir, model_dir, go_on=go_on))
 
 
-def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None) -> int:
+def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None, grows: bool = False) -> int:
     """Claim the run's directory and serve it. Returns 0, also at once for a finished run, whose files stay as they are.
 
     resume: the run is there already.  reopen: end its pause, too; its end is undone in any case where more is asked.
-    model_dir: None prepares ``model.path``; only its tokenizer is used here.
+    model_dir: None prepares ``model.path``; only its tokenizer is used here.  grows: start the generation workers that
+    the run asks for, through its launcher; without it they are waited for.
     Raises: ConfigError without a broker; RunExistsError; Interrupted when a signal came before the run was over.
     """
     settings = resolved.settings
@@ -150,7 +157,7 @@ def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Pat
     check_listening(settings.api)
     check_inputs(settings)
     configure_logs(process="orchestrator")
-    return _run(_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir))
+    return _run(_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir, grows=grows))
 
 
 def _run(work: Coroutine[Any, Any, bool]) -> int:
@@ -167,7 +174,7 @@ def _interrupted() -> Interrupted:
     return Interrupted("stopped before the run was over; everything is kept for --resume")
 
 
-async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None) -> bool:
+async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None, grows: bool) -> bool:
     settings = resolved.settings
     name = RunName(settings.run.name)
     broker = await connect(settings.broker, name, outage_s=FIRST_ANSWER_S)
@@ -188,8 +195,10 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
         note_start(rundir, resolved)
         with noting_end(rundir):
             go_on = serve_command(rundir.path, settings)
-            end = _connected(settings, name, rundir.path, model_dir, go_on=go_on, reopen=resume and reopen, alone=True)
-            if not await end:
+            serving = partial(
+                _connected, settings, name, rundir.path, model_dir, go_on=go_on, reopen=resume and reopen, alone=True
+            )
+            if not await (_growing(serving, settings, rundir, model_dir, resume=resume) if grows else serving()):
                 raise _interrupted()
         console.write_report()
         view.note(console.summary(time.monotonic() - started_s))
@@ -197,6 +206,58 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
     finally:
         sweep_stale(*segment_directories(rundir.path))  # of workers on this machine that were killed
         rundir.unlock()
+
+
+async def _growing(
+    serving: Callable[[], Coroutine[Any, Any, bool]],
+    settings: Settings,
+    rundir: RunDir,
+    model_dir: Path,
+    *,
+    resume: bool,
+) -> bool:
+    """``serving``, and beside it start the generation workers that the run asks for; they are gone when it is over."""
+    check_cluster(settings)
+    launcher = open_launcher(settings, rundir, begun=())
+    children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts, launcher=launcher)
+    url, password = without_password(settings.broker.url)
+    secrets = {BROKER_PASSWORD: password or settings.broker.password, SHARED_SECRET: settings.api.secret}
+    fleet = Fleet(
+        settings=settings,
+        run_dir=rundir.path,
+        model_dir=model_dir,
+        url=url,
+        env={variable: value for variable, value in secrets.items() if value},
+        is_local=launcher.is_local,
+    )
+    async with AsyncExitStack() as stack:
+        broker = await connect(settings.broker, RunName(settings.run.name))
+        stack.push_async_callback(broker.close)
+        stack.push_async_callback(launcher.close)
+        await launcher.open(resume=resume)
+        stack.push_async_callback(children.stop, grace_s=STOP_GRACE_S)
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+
+        def start(index: int) -> ProcessSpec:
+            spec = fleet.worker(WorkerKind.GENERATE, index)
+
+            async def on_death(pid: int, how: str) -> None:
+                await report_loss(broker, spec, pid if launcher.is_local else None)
+
+            tasks.append(group.create_task(children.keep(spec, on_death=on_death), name=spec.name))
+            return spec
+
+        async def report(pending: Mapping[str, str]) -> None:
+            with suppress(TransientError):
+                await broker.put_meta(keys.PENDING, msgspec.json.encode(pending), ttl_s=PENDING_TTL_S)
+
+        tasks = [group.create_task(children.watch_pending(report), name="pending")]
+        adding = add_workers(broker, start, first=settings.generation.num_workers)
+        tasks.append(group.create_task(adding, name="add workers"))
+        finished = await serving()
+        for task in tasks:
+            task.cancel()
+    return finished
 
 
 def join_commands(settings: Settings) -> list[str]:
@@ -222,6 +283,8 @@ async def _connected(
     try:
         if reopen:
             await append_event(broker, RunResumed())
+            none_yet = encode(SpawnWorkers(total=0, reason="the run was resumed"))
+            await broker.put_meta(keys.SPAWN, none_yet)
         return await serve(settings, broker, run_dir, model_dir, go_on=go_on)
     finally:
         if alone:  # a supervisor tells its children itself

@@ -34,7 +34,7 @@ from transport.contracts.user_files import read_lengths
 from transport.errors import LengthFileError, ListenError, SecretError
 from transport.process.programs import ending_with_this_process, python_module
 from transport.process.storage import prepare
-from transport.tensors.base import Endpoint, parse_ports
+from transport.tensors.base import Endpoint, is_loopback, parse_ports
 from transport.tensors.ucx import is_installed
 from transport.tensors.wire import ChannelServer
 
@@ -93,6 +93,32 @@ class _CodeRow(msgspec.Struct):
     """What of a problem's entry_json is read here."""
 
     metadata: dict[str, Any]
+
+
+def check_cluster(settings: Settings) -> None:
+    """Whether processes on other nodes could reach each other with these settings. Raises ConfigError."""
+    launcher, broker = settings.launcher, settings.broker
+    if launcher.kind == "local":
+        return
+    several = launcher.kind == "slurm" or (launcher.kind == "ray" and launcher.place)
+    if several and not (broker.url or launcher.address):
+        raise ConfigError(
+            "launcher.address: nodes must reach the broker: set it to what they call this host (the embedded broker "
+            "then listens there, with its password), or name a broker of your own with broker.url",
+            key="launcher.address",
+        )
+    host = urlsplit(broker.url).hostname if broker.url and not broker.url.startswith("unix") else launcher.address
+    if not host or is_loopback(host):
+        return  # all nodes are on this machine
+    sections = {"tensors.host": settings.tensors.host}
+    sections |= {"rows.host": settings.rows.host} if settings.rows.store == "units" else {}
+    for key, listening in sections.items():
+        if is_loopback(listening):
+            raise ConfigError(
+                f"{key}: {listening} is reached from its own node alone, and {launcher.kind} has several: set it to "
+                "0.0.0.0, and STREAMRL_SECRET",
+                key=key,
+            )
 
 
 async def check_places(settings: Settings) -> None:
@@ -164,7 +190,8 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     problems: the reward is tried on the first of them.  Raises: ConfigError, ChildFailedError.
     """
     scoring, generation = settings.scoring, settings.generation
-    devices = (settings.trainer.device, generation.device)
+    here = settings.launcher.kind == "local"
+    devices = (settings.trainer.device, generation.device) if here else ()
     own = any(":" in name for name in (settings.algorithm.advantage, settings.algorithm.loss))
     foreign = scoring.reward or own or settings.environment.name or generation.engine in SERVER_ENGINES
     if not (foreign or any(name.startswith("cuda") for name in devices)):

@@ -87,8 +87,8 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
     trains = trainer.engine == "torch" and trainer.device in ("auto", "cuda")
     serves = generation.engine in SERVER_ENGINES and not generation.engine_url
     generates = serves or (generation.engine == "embedded" and generation.device in ("auto", "cuda"))
-    if not trains and not generates:
-        return None
+    if settings.launcher.kind != "local" or not (trains or generates):
+        return None  # an engine deals out its own
     present = list_gpus()
     learns = settings.has_critic and trainer.engine == "torch" and settings.critic.device in ("auto", "cuda")
     named = {"trainer.gpus": trainer.gpus, "generation.gpus": generation.gpus}

@@ -1,27 +1,29 @@
-"""The processes of a run on one machine: which there are, and their life.
+"""The processes of a run: which there are, and their life, whoever starts them (``launchers``).
 
-Invariant: no child outlives its supervisor; a child that dies, or lives and gives no sign of it, is started again until
-it has used up its restarts.
+Invariant: no child on this machine outlives its supervisor; a process that dies, or lives and gives no sign of it, is
+started again until it has used up its restarts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
+from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model.groups import deaths_in_a_row
 from orchestrator.errors import ChildFailedError, ExitCode
 from orchestrator.launch.gpus import PlacedGpus
+from orchestrator.launch.launchers.base import Launcher, ProcessSpec, Running, resources_of
+from orchestrator.launch.launchers.local import LocalLauncher
 from orchestrator.loop.intake import SilenceClock
 from transport.broker import keys
 from transport.broker.base import Broker
@@ -31,7 +33,7 @@ from transport.contracts.settings import EnvironmentSettings, LivenessSettings, 
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.errors import TransientError
 from transport.process.clock import Clock, MonotonicClock
-from transport.process.programs import end_children, ending_with_this_process, python_module
+from transport.process.programs import LAUNCHED, end_children, python_module, versions
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +44,8 @@ ERROR_LINES = ("streamrl-orchestrator: ", "error: ")
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pause before the n-th restart in a row: the first is free, because one kill is no pattern."""
 LOOK_S = 1.0
+PENDING_S = 2.0
+"""Between two questions to an engine: squeue of a busy cluster answers in about a second."""
 SILENCES = 6
 """Leases in a row that may run out: its work went to others after one, and a machine can be very busy."""
 ORCHESTRATOR = "orchestrator"
@@ -63,20 +67,17 @@ def workers_of(settings: Settings) -> list[tuple[WorkerKind, int]]:
     return [*begun, (WorkerKind.TRAIN, settings.trainer.num_ranks), *critic, generate, score]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildSpec:
-    """One process to keep alive; its clean exit is the end of its work."""
-
-    name: str
-    argv: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
+def names_of(settings: Settings) -> frozenset[str]:
+    return frozenset(f"{kind.value}-{index}" for kind, count in workers_of(settings) for index in range(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalFleet:
+class Fleet:
     """The processes of a run and their command lines, on which no secret stands.
 
-    url: of the broker, without its password.  env: what no command line may show.  gpus: None where there are none.
+    url: of the broker, without its password.  env: what no command line may show.  gpus: of this machine, None where
+    there are none, or an engine deals them out.  is_local: whether workers run on this machine.  worker_url: of the
+    broker, as they reach it; "" as ``url``.
     """
 
     settings: Settings
@@ -85,18 +86,45 @@ class LocalFleet:
     url: str
     env: Mapping[str, str]
     gpus: PlacedGpus | None = None
+    is_local: bool = True
+    worker_url: str = ""
 
-    def orchestrator(self) -> ChildSpec:
-        return ChildSpec(name=ORCHESTRATOR, argv=python_module("orchestrator", "serve", *self._common()), env=self.env)
+    def workers(self) -> list[ProcessSpec]:
+        """Those that a run begins with. Ranks of a trainer that an engine starts are one of them."""
+        return [
+            self.worker(kind, index)
+            for kind, count in workers_of(self.settings)
+            for index in range(1 if kind is WorkerKind.TRAIN and not self.is_local else count)
+        ]
 
-    def worker(self, kind: WorkerKind, index: int) -> ChildSpec:
-        broker = self.settings.broker
+    def orchestrator(self) -> ProcessSpec:
+        return ProcessSpec(
+            name=ORCHESTRATOR, argv=python_module("orchestrator", "serve", *self._common(self.url)), env=self.env
+        )
+
+    def worker(self, kind: WorkerKind, index: int) -> ProcessSpec:
+        broker, ranks = self.settings.broker, 1
+        number, env = ["--index", str(index)], dict(self.env)
+        if not self.is_local:
+            env |= launched_env(self.run_dir)
+            if kind is WorkerKind.TRAIN and (ranks := self.settings.trainer.num_ranks) > 1:
+                number = []  # the engine numbers them
         files = {"--tls-ca": broker.tls_ca, "--tls-cert": broker.tls_cert, "--tls-key": broker.tls_key}
         reach = [text for option, path in files.items() if path for text in (option, path)]
         reach += ["--outage-s", str(broker.outage_s)]
-        argv = python_module("workers", kind.value, "--index", str(index), *self._common(kind), *reach)
+        common = self._common(self.worker_url or self.url, kind)
+        argv = python_module("workers", kind.value, *number, *common, *reach)
         argv += self._local_arguments(kind) + (self.gpus.arguments(kind, index) if self.gpus else [])
-        return ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=self.env)
+        asks = resources_of(self.settings, kind)
+        argv += ["--gpus-each", str(asks.gpus)] if asks.gpus > 1 and not self.is_local else []  # a server's ranks
+        return ProcessSpec(
+            name=f"{kind.value}-{index}",
+            argv=argv,
+            env=env,
+            kind=kind,
+            resources=asks,
+            ranks=ranks,
+        )
 
     def _local_arguments(self, kind: WorkerKind) -> list[str]:
         """What only this machine's owner may allow: code named here was named on the user's own command line."""
@@ -119,11 +147,20 @@ class LocalFleet:
             arguments += environment_arguments(self.settings.environment)
         return arguments
 
-    def _common(self, kind: WorkerKind | None = None) -> list[str]:
-        joined = ["--broker", self.url, "--run", self.settings.run.name, "--run-dir", str(self.run_dir)]
+    def _common(self, url: str, kind: WorkerKind | None = None) -> list[str]:
+        run_dir = self.run_dir if self.is_local else self.run_dir.resolve()
+        joined = ["--broker", url, "--run", self.settings.run.name, "--run-dir", str(run_dir)]
         if kind is WorkerKind.CRITIC and self.settings.critic.model:
             return joined  # it begins as another model, which it prepares itself
+        if kind is not None and not self.is_local:
+            return joined  # what is prepared here may not be there
         return [*joined, "--model-dir", str(self.model_dir)]
+
+
+def launched_env(run_dir: Path) -> dict[str, str]:
+    """What a worker on a node that is not this machine looks at first: is it of this version, does it see the run?"""
+    marker = RunDir(run_dir).config
+    return {LAUNCHED: f"{versions('streamrl').get('streamrl', '')} {marker.resolve()}"}
 
 
 def environment_arguments(environment: EnvironmentSettings) -> list[str]:
@@ -177,16 +214,40 @@ class Restarts:
 
 
 class Children:
-    def __init__(self, log_dir: Path, *, max_restarts: int, clock: Clock | None = None) -> None:
+    """Processes by name. launcher: starts the workers; the orchestrator is always a child on this machine."""
+
+    def __init__(
+        self, log_dir: Path, *, max_restarts: int, launcher: Launcher | None = None, clock: Clock | None = None
+    ) -> None:
         self._log_dir = log_dir
         self._clock = clock or MonotonicClock()
         self._max_restarts = max_restarts
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._local = LocalLauncher()
+        self._launcher = launcher or self._local
+        self._processes: dict[str, Running] = {}
         self._log_starts: dict[str, int] = {}
+        self._waiting: Mapping[str, str] = {}
         self.restarts: dict[str, int] = {}
 
     def pids(self) -> dict[str, int]:
         return {name: process.pid for name, process in self._processes.items() if process.returncode is None}
+
+    def here(self) -> Collection[str]:
+        """Names of those that are, or were, children on this machine."""
+        return self._processes.keys() if self._launcher.is_local else (ORCHESTRATOR,)
+
+    def elsewhere(self) -> Collection[str]:
+        return () if self._launcher.is_local else [name for name in self.pids() if name != ORCHESTRATOR]
+
+    def pending(self) -> Mapping[str, str]:
+        return self._waiting
+
+    async def watch_pending(self, report: Callable[[Mapping[str, str]], Awaitable[None]]) -> None:
+        """Ask the engine forever what has not begun; report all of it whenever it answers."""
+        while True:
+            self._waiting = await self._launcher.pending()
+            await report(self._waiting)
+            await asyncio.sleep(PENDING_S)
 
     def end(self, name: str) -> None:
         """SIGKILL: for one that hangs. ``keep`` starts it again."""
@@ -195,7 +256,7 @@ class Children:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
-    async def keep(self, spec: ChildSpec, *, on_death: Callable[[int, str], Awaitable[None]] | None = None) -> None:
+    async def keep(self, spec: ProcessSpec, *, on_death: Callable[[int, str], Awaitable[None]] | None = None) -> None:
         """Run ``spec`` until it exits cleanly, starting it again whenever it dies.
 
         on_death: gets its pid, and what it ended by.
@@ -221,18 +282,16 @@ class Children:
             if on_death is not None:
                 await on_death(pid, how)
 
-    async def _run_once(self, spec: ChildSpec) -> tuple[int, int]:
-        with self._log_path(spec.name).open("ab") as output:
-            self._log_starts[spec.name] = output.tell()
-            process = await asyncio.create_subprocess_exec(
-                *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **spec.env},
-                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's to pass on
-                preexec_fn=ending_with_this_process(),
-            )
+    async def _run_once(self, spec: ProcessSpec) -> tuple[int, int]:
+        output = self._log_path(spec.name)
+        self._log_starts[spec.name] = output.stat().st_size if output.exists() else 0
+        launcher = self._local if spec.kind is None else self._launcher
+        try:
+            process = await launcher.start(spec, output)
+        except TransientError as error:  # the engine is away: as if it had died at once
+            with output.open("a", encoding="utf-8") as file:
+                file.write(f"error: {error}\n")
+            return 0, 1
         self._processes[spec.name] = process
         return process.pid, await process.wait()
 
@@ -268,6 +327,14 @@ class Processes(Protocol):
 
     def pids(self) -> Mapping[str, int]: ...
 
+    def elsewhere(self) -> Collection[str]:
+        """Names of those that are not children on this machine: their leases are known by name alone."""
+        ...
+
+    def pending(self) -> Collection[str]:
+        """Names of those that have not begun, which cannot give a sign."""
+        ...
+
     def end(self, name: str) -> None: ...
 
 
@@ -301,9 +368,9 @@ class Liveness:
     async def look(self) -> list[str]:
         """One look. Returns the names of the processes that were ended. Raises what the broker raises."""
         alive, now_s = await self._alive(), self._clock.now_s()
-        pids = self._processes.pids()
-        named = {WorkerId(f"{name} {pid}"): name for name, pid in pids.items()}
-        living = {key for key, name in named.items() if pids[name] in alive}
+        pids, elsewhere, pending = self._processes.pids(), self._processes.elsewhere(), self._processes.pending()
+        named = {WorkerId(f"{name} {pid}"): name for name, pid in pids.items() if name not in pending}
+        living = {key for key, name in named.items() if (name if name in elsewhere else pids[name]) in alive}
         self._came = (self._came | living) & named.keys()
         silent = self._starting.poll(named.keys() - self._came, living, now_s)
         silent += self._started.poll(self._came, living, now_s)
@@ -312,11 +379,13 @@ class Liveness:
             self._processes.end(named[key])
         return [named[key] for key in silent]
 
-    async def _alive(self) -> set[int]:
-        """Process ids of this host's children that gave a sign of life."""
+    async def _alive(self) -> set[int | str]:
+        """Who gave a sign of life: process ids of this host's children, names of all workers."""
         await self._broker.put_meta(keys.TAKES_WRITES, b"")
-        here = [one for one in read_statuses(await self._broker.leases()).values() if one.host == socket.gethostname()]
-        alive = {status.pid for status in here if status.doing != STARTING}
+        leases = read_statuses(await self._broker.leases())
+        started = {worker_id: status for worker_id, status in leases.items() if status.doing != STARTING}
+        alive: set[int | str] = {worker_id.rpartition(".")[0] for worker_id in started}
+        alive |= {status.pid for status in started.values() if status.host == socket.gethostname()}
         orchestrator = self._processes.pids().get(ORCHESTRATOR)
         if orchestrator is not None and await self._broker.get_meta(keys.STATUS) is not None:
             alive.add(orchestrator)

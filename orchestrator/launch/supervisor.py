@@ -1,4 +1,6 @@
-"""``streamrl-orchestrator run``: one command that brings up a whole run on this machine and sees it through.
+"""``streamrl-orchestrator run``: one command that brings up a whole run and sees it through.
+
+Broker and orchestrator are children on this machine; workers are, too, or an engine starts them (``launchers``).
 
 The orchestrator decides, in a process of its own that may be killed like any other. Invariant: when this returns or
 dies, no child is left, and when it returns, no shared memory of theirs.
@@ -17,13 +19,13 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from orchestrator.config.load import Resolved, render
@@ -33,6 +35,7 @@ from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError, exit_code
 from orchestrator.launch.checks import (
     FIRST_ANSWER_S,
+    check_cluster,
     check_inputs,
     check_places,
     check_workers,
@@ -41,7 +44,10 @@ from orchestrator.launch.checks import (
 )
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
-from orchestrator.launch.processes import Children, ChildSpec, Liveness, LocalFleet, Restarts, workers_of
+from orchestrator.launch.growth import PENDING_TTL_S, REPORT_S, STOP_GRACE_S, add_workers, report_loss
+from orchestrator.launch.launchers.base import ProcessSpec
+from orchestrator.launch.launchers.choice import open_launcher
+from orchestrator.launch.processes import Children, Fleet, Liveness, Restarts, names_of, workers_of
 from orchestrator.loop.intake import append_event
 from orchestrator.observability.live import View, open_view
 from orchestrator.observability.loggers import check_installed, logging_metrics
@@ -49,9 +55,8 @@ from orchestrator.observability.standing import nothing_left, noting_end, read_s
 from transport.broker import keys
 from transport.broker.base import Broker, without_password
 from transport.broker.embedded import EmbeddedServer
-from transport.broker.events import read_statuses
 from transport.broker.redis_streams import connect
-from transport.contracts.messages import RunResumed, SpawnWorkers, WorkerLost, WorkerStarted, encode, spawn_decoder
+from transport.contracts.messages import RunResumed, SpawnWorkers, encode
 from transport.contracts.settings import Settings, public
 from transport.contracts.types import RunName, WorkerKind
 from transport.errors import BrokerUnavailableError, DirectoryError, StreamError, TransientError, first_error
@@ -63,8 +68,6 @@ from transport.tensors.shm import segment_directories, sweep_stale
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
-STOP_GRACE_S = 15.0
-REPORT_S = 1.0
 LAST_EVENTS_S = 30.0
 """After the trainer's end, how long the orchestrator may take to read of it."""
 STOPPED_BY = {
@@ -95,6 +98,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     rundir.check_free(resume=resume)
     check_installed(settings.run.loggers)
     await check_places(settings)
+    check_cluster(settings)
     gpus = place_gpus(settings)
     resolved = with_numbers(resolved, gpus)
     settings = resolved.settings
@@ -132,7 +136,9 @@ class Supervisor:
         self._view = view
         self._gpus = gpus
         self._resume = resume
-        self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
+        self._launcher = open_launcher(settings, rundir, names_of(settings))
+        restarts = settings.liveness.max_restarts
+        self._children = Children(rundir.logs, max_restarts=restarts, launcher=self._launcher)
         self._stopping = asyncio.Event()
         self._stopped_by = ""
         self._console = RunConsole(settings, rundir, view, restarts=lambda: sum(self._children.restarts.values()))
@@ -160,6 +166,8 @@ class Supervisor:
                 self._view.note(f"run {run.name} in {shown(self._rundir.path)}: {size}, dispatch {dispatch}")
             for line in self._gpus.lines(workers_of(self._settings)) if self._gpus else ():
                 self._view.note(line)
+            stack.push_async_callback(self._launcher.close)
+            await self._until_stopped(self._launcher.open(resume=self._resume))
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
             model_dir = await self._until_stopped(preparing)
             url, password = await self._open_broker(stack)
@@ -174,8 +182,15 @@ class Supervisor:
                 await self._until_stopped(self._reopen(broker))
             self.started = True
             run_dir = self._rundir.path
-            fleet = LocalFleet(
-                settings=self._settings, run_dir=run_dir, model_dir=model_dir, url=url, env=env, gpus=self._gpus
+            fleet = Fleet(
+                settings=self._settings,
+                run_dir=run_dir,
+                model_dir=model_dir,
+                url=url,
+                env=env,
+                gpus=self._gpus,
+                is_local=self._launcher.is_local,
+                worker_url=self._server.network_url if self._server else "",
             )
             await self._until_stopped(self._supervise(broker, fleet))
         self._view.note(self._console.summary(time.monotonic() - started_s))
@@ -231,7 +246,8 @@ class Supervisor:
         if settings.url:
             url, password = without_password(settings.url)
             return url, password or settings.password
-        server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=settings.appendfsync)
+        address = "" if self._launcher.is_local else self._settings.launcher.address
+        server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=settings.appendfsync, listen=address)
         stack.push_async_callback(server.stop)
         await self._until_stopped(self._start_broker(server))
         place = shlex.quote(shown(self._rundir.broker))
@@ -278,29 +294,30 @@ class Supervisor:
                 self._disk_full = None
                 return
 
-    async def _supervise(self, broker: Broker, fleet: LocalFleet) -> None:
+    async def _supervise(self, broker: Broker, fleet: Fleet) -> None:
         """All children until the trainer's clean exit. The first fatal failure ends the run."""
         trainers: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as group:
 
-                def keep(spec: ChildSpec) -> asyncio.Task[None]:
+                def keep(spec: ProcessSpec) -> asyncio.Task[None]:
                     async def on_death(pid: int, how: str) -> None:
                         self._view.note(f"{spec.name} ended ({how}); starting it again")
-                        await self._report_loss(broker, pid)
+                        await report_loss(broker, spec, pid if spec.name in self._children.here() else None)
 
                     return group.create_task(self._children.keep(spec, on_death=on_death))
 
-                def add(index: int) -> ChildSpec:
+                def add(index: int) -> ProcessSpec:
                     spec = fleet.worker(WorkerKind.GENERATE, index)
                     others.append(keep(spec))
                     return spec
 
                 orchestrator = keep(fleet.orchestrator())
                 others = [group.create_task(self._keep_broker(self._server))] if self._server else []
-                for kind, count in workers_of(self._settings):
-                    tasks = [keep(fleet.worker(kind, index)) for index in range(count)]
-                    (trainers if kind is WorkerKind.TRAIN else others).extend(tasks)
+                for spec in fleet.workers():
+                    (trainers if spec.kind is WorkerKind.TRAIN else others).append(keep(spec))
+                if not self._launcher.is_local:
+                    others.append(group.create_task(self._watch_pending(broker), name="pending"))
                 others.append(group.create_task(self._watch(broker), name="watch"))
                 liveness = Liveness(broker, self._children, MonotonicClock(), self._settings.liveness)
                 others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
@@ -308,7 +325,8 @@ class Supervisor:
                 generation = self._settings.generation
                 shrinks = 0 < generation.min_workers < generation.num_workers  # so that others may come back
                 if shrinks or generation.max_workers > generation.num_workers:
-                    others.append(group.create_task(self._add_workers(broker, add), name="add workers"))
+                    adding = add_workers(broker, add, first=generation.num_workers)
+                    others.append(group.create_task(adding, name="add workers"))
                 if trainers:
                     await asyncio.wait(trainers)
                 # It ends by itself, once it has heard of the last batch and written it down; a service when drained.
@@ -322,21 +340,19 @@ class Supervisor:
             raise self._explained(first_error(failures)) from None
         await self._console.show(broker)
 
-    async def _add_workers(self, broker: Broker, add: Callable[[int], ChildSpec]) -> None:
-        """Start generation workers as the run asks for them, forever, each under a number that none had before.
+    async def _watch_pending(self, broker: Broker) -> None:
+        """Tell the orchestrator's watchdog, and who looks on, what the engine has not started, and why."""
+        told: Mapping[str, str] = {}
 
-        What it asked for before it was resumed is not started again: it begins with ``generation.workers``, and
-        counts anew what it asks for.
-        """
-        started = first = self._settings.generation.num_workers
-        while True:
-            asked = await _spawn_asked(broker)
-            while asked is not None and started - first < asked.total:
-                spec = add(started)
-                started += 1
-                log.info("worker added", worker=spec.name, reason=asked.reason)
-                await append_event(broker, WorkerStarted(name=spec.name, reason=asked.reason), worker=spec.name)
-            await asyncio.sleep(POLL_S)
+        async def report(pending: Mapping[str, str]) -> None:
+            nonlocal told
+            for name in pending.keys() - told.keys():
+                self._view.note(f"{name} is not started yet: {pending[name]}")
+            told = pending
+            with suppress(TransientError):
+                await broker.put_meta(keys.PENDING, msgspec.json.encode(pending), ttl_s=PENDING_TTL_S)
+
+        await self._children.watch_pending(report)
 
     def _explained(self, error: BaseException) -> BaseException:
         """A stall as one paragraph: what blocked, where to look, how to go on; how to go on once there is room."""
@@ -352,16 +368,6 @@ class Supervisor:
                 )
             case _:
                 return error
-
-    async def _report_loss(self, broker: Broker, pid: int) -> None:
-        """Report at once that a local worker is gone, instead of waiting for its lease to run out."""
-        with suppress(TransientError, TimeoutError):
-            async with asyncio.timeout(REPORT_S):
-                for worker_id, status in read_statuses(await broker.leases()).items():
-                    if status.pid == pid and status.host == socket.gethostname():
-                        lost = WorkerLost(worker_id=worker_id, reason="its process ended")
-                        await append_event(broker, lost, worker=worker_id)
-                        await broker.end_lease(worker_id)
 
     async def _watch(self, broker: Broker) -> None:
         """Feed the view from the broker and the metrics file until the broker took no write for ``outage_s``.
@@ -394,11 +400,3 @@ class Supervisor:
                 return
             await self._console.show(broker)
             await asyncio.sleep(POLL_S)
-
-
-async def _spawn_asked(broker: Broker) -> SpawnWorkers | None:
-    """How many more workers the run wants; None while it never wanted any, or its broker is away."""
-    with suppress(TransientError):
-        raw = await broker.get_meta(keys.SPAWN)
-        return None if raw is None else spawn_decoder.decode(raw)
-    return None

@@ -12,6 +12,7 @@ no progress.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -72,6 +73,8 @@ class Watchdog:
         self._progress_s = clock.now_s()
         self._reached: dict[tuple[str, str], int] = {}
         self._warned_of: Wait | None = None
+        self.pending: Mapping[str, str] = {}
+        """Processes that an engine has not started yet, and its reason: often why nothing progresses."""
 
     def observe(self, event: Event) -> None:
         if isinstance(event, messages.GroupScored | messages.ScoringFailed):  # of one that failed, many: it counts once
@@ -87,7 +90,8 @@ class Watchdog:
         still_s = self._still_s()
         wait = state.wait() if still_s >= self._liveness.warn_s else None
         shown = shown_wait(wait, self._clock.now_s())
-        return shown and {**shown, "still_s": round(still_s, 1)}
+        pending = {"pending": dict(self.pending)} if self.pending else {}
+        return shown and {**shown, "still_s": round(still_s, 1), **pending}
 
     def check(self, state: Waiting) -> None:
         """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.
@@ -103,13 +107,19 @@ class Watchdog:
             self._progress_s = self._clock.now_s()
             return
         if still_s >= self._liveness.stall_s:
-            raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}")
+            raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}{self._not_started()}")
         if still_s < self._liveness.warn_s:
             return
         if self._warned_of is None or not wait.is_same(self._warned_of):
             self._warned_of = wait
             named = msgspec.to_builtins(wait)
-            log.warning("no progress", seconds=round(still_s), **named, detail=state.describe_wait())
+            log.warning(
+                "no progress", seconds=round(still_s), **named, detail=state.describe_wait() + self._not_started()
+            )
+
+    def _not_started(self) -> str:
+        waiting = ", ".join(f"{name} ({reason})" for name, reason in self.pending.items())
+        return f"; not started yet: {waiting}" if waiting else ""
 
     def _check_rewards(self) -> None:
         """When most groups have no reward, the rest is a biased sample of what the policy does."""

@@ -1,4 +1,6 @@
-"""The brokers that one contract suite runs over: the in-memory twin, the packaged Valkey, the system's Redis."""
+"""The brokers that one contract suite runs over: the in-memory twin, the packaged Valkey, also for a user with only the
+commands that are needed, the system's Redis.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from tests.fakes.redis_servers import ServerProcess, find_binary
 from tests.fakes.stored_rows import new_unit
 from transport.broker.base import Broker
 from transport.broker.redis_link import RedisLink
-from transport.broker.redis_streams import RedisBroker
+from transport.broker.redis_streams import COMMANDS, RedisBroker
 from transport.contracts.types import RunName
 from transport.rows.unit_rows import UnitRows
 from transport.rows.units import StorageUnit
 
 _run_numbers = count()
+LIMITED = "limited"
+"""A user of the packaged Valkey who may send what a run sends, to a run's keys, and nothing else."""
 
 
 class BrokerHarness:
@@ -55,13 +59,18 @@ class BrokerHarness:
 def server_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """One server of each kind there is a binary for, for all tests of the session; every test has its own run."""
     binaries = {kind: find_binary(kind) for kind in ("valkey", "redis")}
+    allowed = " ".join(f"+{name}" for name in COMMANDS)
+    user = ["--user", *f"{LIMITED} on >word ~streamrl:* resetchannels -@all {allowed}".split()]
     servers = {
-        kind: ServerProcess(binary, tmp_path_factory.mktemp(kind)) for kind, binary in binaries.items() if binary
+        kind: ServerProcess(binary, tmp_path_factory.mktemp(kind), *user) for kind, binary in binaries.items() if binary
     }
     try:
         for server in servers.values():
             server.wait_listening()
-        yield {kind: server.url for kind, server in servers.items()}
+        urls = {kind: server.url for kind, server in servers.items()}
+        if "valkey" in urls:
+            urls[LIMITED] = urls["valkey"].replace("redis://", f"redis://{LIMITED}:word@")
+        yield urls
     finally:
         for server in servers.values():
             server.kill()
@@ -73,7 +82,7 @@ def _url(kind: str, server_urls: dict[str, str]) -> str:
     return server_urls[kind]
 
 
-@pytest.fixture(params=["memory", "valkey", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", "valkey", LIMITED, pytest.param("redis", marks=pytest.mark.redis)])
 async def harness(request: pytest.FixtureRequest, server_urls: dict[str, str]) -> AsyncIterator[BrokerHarness]:
     made = BrokerHarness(None if request.param == "memory" else _url(request.param, server_urls))
     yield made

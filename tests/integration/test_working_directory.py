@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.launch.checks import prepare_model
-from orchestrator.launch.processes import LocalFleet
+from orchestrator.launch.processes import Fleet
 from ranker.logs import PromptLengths
 from ranker.online import refit_in_process
 from transport.contracts.settings import ScoringSettings, Settings
@@ -51,7 +51,7 @@ def test_what_is_planted_works(planted: Path):
 
 @pytest.mark.parametrize("kind", [None, *KINDS], ids=lambda kind: kind or "orchestrator")
 def test_a_child_of_a_run_imports_nothing_from_where_it_was_started(planted: Path, kind: WorkerKind | None):
-    fleet = LocalFleet(settings=Settings(), run_dir=planted, model_dir=planted, url="redis://127.0.0.1:1", env={})
+    fleet = Fleet(settings=Settings(), run_dir=planted, model_dir=planted, url="redis://127.0.0.1:1", env={})
     child = fleet.worker(kind, 0) if kind else fleet.orchestrator()
     subprocess.run([*child.argv, "--help"], timeout=60, check=True, stdout=subprocess.DEVNULL)
     assert imported(planted) == ""

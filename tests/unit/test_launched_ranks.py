@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tests.fakes.gpu_driver import FakeDriver
 from transport.process import gpus
+from transport.process.programs import LAUNCHED, versions
 from workers import __main__ as commands
 
 
@@ -49,6 +51,18 @@ def test_of_those_that_were_named_and_of_none_where_there_is_none(
     assert start(monkeypatch, tmp_path, "--gpus", "2", RANK="0") == (0, "GPU-0002")
     driver(0)
     assert start(monkeypatch, tmp_path, RANK="0") == (0, None)
+
+
+def test_a_node_with_another_version_or_without_the_runs_directory_is_refused(tmp_path: Path):
+    """By a worker that an engine starts there; one that joins by hand may be of a compatible version."""
+    own = versions("streamrl")["streamrl"]
+    (tmp_path / "config.toml").touch()
+    commands.check_node({LAUNCHED: f"{own} {tmp_path}/config.toml"})
+    commands.check_node({})
+    with pytest.raises(typer.BadParameter, match=r"and the run is of 9\.9: install it"):
+        commands.check_node({LAUNCHED: f"9.9 {tmp_path}/config.toml"})
+    with pytest.raises(typer.BadParameter, match=r"does not see .*elsewhere.*put --dir on a file system"):
+        commands.check_node({LAUNCHED: f"{own} {tmp_path}/elsewhere/config.toml"})
 
 
 def test_a_rank_that_is_numbered_by_hand_sees_what_its_owner_shows_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 
 import pytest
 
@@ -25,9 +26,17 @@ class FakeProcesses:
     def __init__(self, **pids: int) -> None:
         self._pids = pids
         self.ended: list[str] = []
+        self.remote: set[str] = set()
+        self.waiting: set[str] = set()
 
     def pids(self) -> dict[str, int]:
         return dict(self._pids)
+
+    def elsewhere(self) -> Collection[str]:
+        return self.remote
+
+    def pending(self) -> Collection[str]:
+        return self.waiting
 
     def end(self, name: str) -> None:
         self.ended.append(name)
@@ -131,3 +140,15 @@ async def test_a_full_broker_takes_no_leases_and_that_is_nobodys_silence():
     world.broker.full = False
     assert await world.look_for(6) == []
     assert await world.look_for(3) == ["score"]
+
+
+async def test_one_that_has_not_begun_is_not_silent_and_one_elsewhere_is_known_by_its_name():
+    world = World(**{"score-0": 7})
+    world.processes.remote, world.processes.waiting = {"score-0"}, {"score-0"}
+    assert await world.look_for(30) == []
+    world.processes.waiting.clear()
+    assert await world.look_for(10) == []
+    for _ in range(20):
+        await world.beat(999, host="another")
+        assert await world.look_for(1) == []
+    assert await world.look_for(8) == ["score-0"]

@@ -10,15 +10,16 @@ import pytest
 
 from orchestrator.core.model.groups import STABLE_S
 from orchestrator.errors import ChildFailedError, ExitCode, exit_code
-from orchestrator.launch.processes import Children, ChildSpec, Restarts
+from orchestrator.launch.launchers.base import ProcessSpec
+from orchestrator.launch.processes import Children, Restarts
 from tests.fakes.manual_clock import ManualClock
 from transport.errors import DirectoryError
 
 SAYS = "import sys; print({text!r}, file=sys.stderr); sys.exit({code})"
 
 
-def program(text: str, code: int) -> ChildSpec:
-    return ChildSpec(name="train-0", argv=[sys.executable, "-c", SAYS.format(text=text, code=code)])
+def program(text: str, code: int) -> ProcessSpec:
+    return ProcessSpec(name="train-0", argv=[sys.executable, "-c", SAYS.format(text=text, code=code)])
 
 
 async def test_an_error_of_ours_reaches_the_terminal_as_one_line(tmp_path: Path):

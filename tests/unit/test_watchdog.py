@@ -154,3 +154,16 @@ def test_a_group_of_which_all_samples_fail_counts_once_and_all_of_few_are_enough
         watchdog.observe(ScoringFailed(group_id=group_id(0, number), reason="cannot judge"))
     with pytest.raises(RunFailedError, match="8 of the last 8 groups"):
         watchdog.check(Waiting())
+
+
+def test_what_an_engine_has_not_started_is_named_with_its_reason():
+    clock = ManualClock()
+    dog = Watchdog(LIMITS, clock)
+    dog.pending = {"generate-1": "Slurm job 7: Resources"}
+    clock.advance(5.0)
+    blocked = dog.blocked(Waiting())
+    assert blocked is not None
+    assert blocked["pending"] == {"generate-1": "Slurm job 7: Resources"}
+    clock.advance(6.0)
+    with pytest.raises(StalledError, match=r"not started yet: generate-1 .Slurm job 7: Resources."):
+        dog.check(Waiting())

@@ -3,8 +3,9 @@
 Owns: the server process, its directory and its password. Never: talks to it beyond "are you ready".
 Invariants: one live server a directory (the server itself holds the lock, so a lock never outlives it); it listens on
 nothing but a socket in that directory, which its user alone may enter, so that nobody else reaches it, and nobody else
-can take its place and be sent the password; files in the directory set keys and values, never how the server runs: the
-run may be a copy of somebody else's, which its user only inspects.
+can take its place and be sent the password, unless its user names an address for workers of other hosts; files in the
+directory set keys and values, never how the server runs: the run may be a copy of somebody else's, which its user only
+inspects.
 
     <directory>/broker.conf      0600, written at every start, without a word from the directory or its name
     <directory>/broker.password  0600:  REDISCLI_AUTH=$(cat broker.password) redis-cli -s broker.sock
@@ -59,8 +60,18 @@ AppendFsync = Literal["always", "everysec", "no"]
 class EmbeddedServer:
     """One Valkey server on a socket in ``directory``. ``start`` again after it died: same socket, same data."""
 
-    def __init__(self, directory: Path, *, appendfsync: AppendFsync = "everysec", binary: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        appendfsync: AppendFsync = "everysec",
+        binary: Path | None = None,
+        listen: str = "",
+    ) -> None:
+        """listen: address of this host at which it is also reached from others, with its password; "": it is not."""
         self._directory = directory
+        self._listen = listen
+        self._port = free_port(listen) if listen else 0  # the same after a restart: workers know it
         self._appendfsync = appendfsync
         self._binary = binary
         self._process: Process | None = None
@@ -81,6 +92,12 @@ class EmbeddedServer:
     def url(self) -> str:
         """Without the password, so that it may stand on a command line."""
         return "unix://" + quote(self.address)
+
+    @property
+    def network_url(self) -> str:
+        """For processes on other hosts, without the password; "" where it does not listen there."""
+        host = f"[{self._listen}]" if ":" in self._listen else self._listen
+        return f"redis://{host}:{self._port}" if self._listen else ""
 
     async def start(self, *, ready_s: float = 60.0) -> str:
         """Start the server on what its directory holds and wait until it has loaded. Returns ``url``.
@@ -183,7 +200,8 @@ class EmbeddedServer:
     def _configuration(self) -> str:
         """For a server whose working directory is ours."""
         lines = [
-            "port 0",
+            f"port {self._port}",
+            *([f"bind {self._listen}"] if self._listen else []),
             f"unixsocket {_SOCKET}",
             "unixsocketperm 600",
             f"requirepass {self.password}",
@@ -246,6 +264,18 @@ class EmbeddedServer:
         if not path.exists():
             return "it wrote no log"
         return " | ".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
+
+
+def free_port(host: str) -> int:
+    """A TCP port of this host's address ``host``. Raises BrokerRejectedError: the address is not one of this host's."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return probe.getsockname()[1]
+    except OSError as error:
+        reason = f"launcher.address: {host} is no address of this host ({error.strerror or error})"
+        raise BrokerRejectedError(f"{reason}; name one that nodes reach it by") from error
 
 
 def packaged_binary() -> Path:

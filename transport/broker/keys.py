@@ -25,6 +25,7 @@ TAKES_WRITES = "takes-writes"
 """Written before anything is concluded from missing leases. A full server answers reads and refuses leases, so that a
 worker's silence then says nothing about the worker."""
 SPAWN = "spawn"  # messages.SpawnWorkers: how many more generation workers the run has asked its supervisor for
+PENDING = "pending"  # JSON {process: reason}: what an engine was asked to start and has not, in its own words
 STATUS = "status"  # the orchestrator's view, JSON, a few times a second while it lives (with a time to live)
 
 # What the broker keeps for itself; the Lua scripts get these names from here (redis_link.py).

@@ -52,6 +52,13 @@ from transport.errors import BrokerRejectedError, FencedError, TailLostError
 BULKY_BYTES = 1024  # where the values of a row have more on average, each is sent on its own
 NUM_SLOTS = 32  # writes of one process that may be under way at once; each slot costs the server one small key
 _GROUP = "workers"  # the consumer group, as in prelude.lua
+COMMANDS = (
+    *("ping", "info", "role", "eval", "evalsha", "exists", "del", "unlink", "get", "set", "incrby", "decrby"),
+    *("hget", "hset", "hsetnx", "hmget", "hgetall", "hdel", "hexists", "hincrby", "hkeys", "hstrlen"),
+    *("sadd", "srem", "smembers", "xadd", "xlen", "xrange", "xrevrange", "xread", "xreadgroup", "xack", "xclaim"),
+    *("xdel", "xtrim", "xpending", "xgroup|create"),
+)
+"""All that a run sends, its scripts included; what the access list of its user has to allow (docs/broker.md)."""
 _NO_GROUP = ("NOGROUP", "UNBLOCKED")
 """The queue is not there (any more): it was never written to, or was deleted while a claim waited on it."""
 

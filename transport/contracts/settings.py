@@ -493,6 +493,24 @@ class LivenessSettings(Section, frozen=True, kw_only=True):
     max_restarts: AtLeast0 = 5  # restarts of one local process in a row; one that lived for 60 s starts counting anew
 
 
+LauncherKind = Literal["local", "slurm", "ray", "kubernetes"]
+
+
+class LauncherSettings(Section, frozen=True, kw_only=True):
+    """Who starts the workers of a run, see docs/clusters.md."""
+
+    kind: LauncherKind = "local"  # local: this machine; else an engine of many nodes
+    address: OwnHostName = ""  # what nodes call this host; the embedded broker listens there; empty: a socket alone
+    place: str = (
+        ""  # slurm: partition; ray: address of the cluster, or "auto"; kubernetes: namespace; empty: the default
+    )
+    options: list[str] = msgspec.field(default_factory=list[str])  # slurm: more of srun, as "--account=mine"
+    cpus: AtLeast1 = 1  # CPUs that each worker asks for
+    memory_mib: AtLeast0 = 0  # memory that each worker asks for, MiB; 0: what the engine gives by itself
+    image: str = ""  # kubernetes: container image of all processes
+    time_limit_s: AtLeast0 = 0  # slurm: of the batch script, which is queued again before it; 0: the partition's
+
+
 class ApiSettings(Section, frozen=True, kw_only=True):
     """The orchestrator's HTTP service: health, status, metrics, the live page, control."""
 
@@ -565,6 +583,7 @@ class Settings(Section, frozen=True, kw_only=True):
     rows: RowSettings = RowSettings()
     broker: BrokerSettings = BrokerSettings()
     liveness: LivenessSettings = LivenessSettings()
+    launcher: LauncherSettings = LauncherSettings()
     api: ApiSettings = ApiSettings()
     service: ServiceSettings = ServiceSettings()
     eval: EvalSettings = EvalSettings()

@@ -14,11 +14,10 @@ import shutil
 import signal
 import stat
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 if TYPE_CHECKING:
     import typer
@@ -47,7 +46,20 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return signal.SIGINT, signal.SIGTERM, *hang_up
 
 
-async def end_children(children: Iterable[Process], *, grace_s: float) -> None:
+class Endable(Protocol):
+    """What of a process ``end_children`` needs: an ``asyncio.subprocess.Process``, or one like it elsewhere."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+async def end_children(children: Iterable[Endable], *, grace_s: float) -> None:
     """SIGTERM to those that live, SIGKILL to those that still do after ``grace_s``; none of them is left."""
     living = [child for child in children if child.returncode is None]
     for child in living:
@@ -106,6 +118,11 @@ def shown(path: Path) -> str:
 
 def _typed_in() -> Path:
     return Path(os.environ.get(MAKE_FROM) or Path.cwd())
+
+
+LAUNCHED = "STREAMRL_LAUNCHED"
+"""Variable of a worker that an engine starts on a node: the version that it is to be, and a file of the run that a node
+with the run's file system sees."""
 
 
 # --- as a child -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ events_cursor        id of the last entry of the events log that is applied
                      changed (batch, -1 never), from_workers, to_workers, reason, judged (batch, -1 none yet), delta_s,
                      saved_s}
 wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s}
-blocked              null, or the same once nothing progressed for liveness.warn_s, with still_s, seconds since then
+blocked              null, or the same once nothing progressed for liveness.warn_s, with still_s, seconds since then,
+                     and pending {process: reason} where an engine has not started processes yet
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
                      loading, healthy}]
 longest              groups that have been generated for the longest: [{group_id, worker_id, running_s, missing
@@ -166,6 +167,7 @@ async def publish_status(
     dead, given_up = 0, ""
     while True:
         queues = await broker.streams()
+        watchdog.pending = msgspec.json.decode(await broker.get_meta(keys.PENDING) or b"{}", type=dict[str, str])
         if queues.get(keys.DEAD, 0) != dead:
             dead, letters = queues.get(keys.DEAD, 0), await broker.dead_letters(count=1)
             given_up = letters[0].reason if letters else ""

@@ -42,6 +42,7 @@ from torch.distributed import (
     FileStore,  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
@@ -55,6 +56,10 @@ from workers.errors import RanksError
 from workers.trainer.learner import InThread
 from workers.trainer.policy.parallel import AXES, RoundShape, place_of
 
+STARTED_TOGETHER = "STREAMRL_RANKS"
+"""Variable in which an engine's launcher names one start of all ranks."""
+STORE_AT = "ranks-{}"
+"""Meta key: address and port of rank 0's store, of one start."""
 MEETING = "trainer-ranks"
 """Meta key: id of the meeting that was opened last."""
 SEAT = "trainer-rank-{}"
@@ -279,6 +284,9 @@ async def meet_ranks(
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return await in_torch(lambda: group(partial(_torchrun_store, rank, world_size, collective_timeout_s))), None
+    if start := os.environ.get(STARTED_TOGETHER):
+        store = await _store_at_broker(broker, start, rank, world_size, limit_s=join_timeout_s)
+        return await in_torch(lambda: group(lambda: store)), None
     meeting = Meeting(broker, rank, world_size, directory)
     await (meeting.open() if rank == 0 else meeting.join(limit_s=join_timeout_s))
     _stay_on_loopback()
@@ -291,6 +299,38 @@ async def meet_ranks(
         for task in (joining, following):
             task.cancel()
         await asyncio.gather(joining, following, return_exceptions=True)
+
+
+async def _store_at_broker(broker: Broker, start: str, rank: int, world_size: int, *, limit_s: float) -> Store:
+    """Of ranks that an engine of many nodes started together: rank 0 opens a store and says at the broker where.
+
+    start: names this start of all of them, so that none meets a rank of an earlier one.
+    Raises: RanksError: rank 0 said nothing within ``limit_s``, or is not reached from here.
+    """
+    own = _own_address_towards((await broker.info()).address)
+    _use_interface(lambda each: each == own)
+    key, timeout = STORE_AT.format(start), timedelta(seconds=limit_s)
+    if rank == 0:
+        store = TCPStore(own, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        await broker.put_meta(key, f"{own} {store.port}".encode(), ttl_s=limit_s)
+        return store
+    try:
+        async with asyncio.timeout(limit_s):
+            while (said := await broker.get_meta(key)) is None:  # noqa: ASYNC110 the broker wakes nobody for it
+                await asyncio.sleep(POLL_S)
+        host, port = said.decode().split()
+        connect = partial(TCPStore, host, int(port), world_size, is_master=False, timeout=timeout)
+        return await asyncio.to_thread(connect, wait_for_workers=False)
+    except TimeoutError:
+        raise RanksError(f"rank {rank} found no rank 0 of its start within {limit_s:.0f} s") from None
+    except (dist.DistError, RuntimeError) as error:
+        raise RanksError(f"rank {rank} does not reach rank 0: {error}") from error
+
+
+def _own_address_towards(broker: str) -> str:
+    """This host's address on the way to the broker's ``host:port``; loopback where the broker is a socket of it."""
+    host = broker.rpartition(":")[0].strip("[]")
+    return "127.0.0.1" if not host or "/" in host else _own_address(host)
 
 
 def _torchrun_store(rank: int, world_size: int, timeout_s: float) -> Store:
@@ -338,17 +378,22 @@ def _use_interface_towards(host: str) -> None:
 
     Raises: RanksError: there is no such host, or no way to it.
     """
+    own = _own_address(host)
+    _use_interface(lambda address: address == own)
+
+
+def _own_address(host: str) -> str:
+    """Of this host, on the way to ``host``. Raises RanksError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # which sends nothing, and chooses the way
-            own = probe.getsockname()[0]
+            return probe.getsockname()[0]
     except OSError as error:
         raise RanksError(
             f"rank 0's host {host} cannot be reached from here ({error}): give torchrun of each host --local-addr with "
             "an address of it that the others reach"
         ) from error
-    _use_interface(lambda address: address == own)
 
 
 def _use_interface(is_its: Callable[[str], bool]) -> None:

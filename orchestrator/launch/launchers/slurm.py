@@ -1,0 +1,271 @@
+"""Workers as jobs of Slurm, or as steps of the allocation that this process runs in; ``srun`` is the handle of each.
+
+    on a login node            srun ──► a job of its own, for each worker; what the trainer's ranks are is one job
+    in a batch script (below)  srun ──► a step of the allocation; workers beyond it are jobs of their own
+
+srun passes on the environment (through slurmctld, never argv), output and exit code, and ends its job when it dies, so
+a supervisor that was killed leaves little behind; what it left is found by name when the run is resumed. A job's
+comment names the run's directory, by which two runs with one name are told apart.
+
+Source: ours. Exit codes as measured with Slurm 22.05: a cancelled job or step is 143, a killed task 137, a lost node 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shlex
+import shutil
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from orchestrator.errors import ConfigError
+from orchestrator.launch.launchers.base import ProcessSpec, Resources
+from orchestrator.launch.launchers.local import start_child
+from transport.contracts.settings import Settings
+from transport.contracts.types import WorkerKind
+from transport.errors import TransientError
+
+log = structlog.get_logger(__name__)
+
+ANSWER_S = 20.0
+"""For one question to slurmctld: a busy one retries by itself for about 10 s."""
+NOTICE_S = 120
+"""Before its time limit a batch script is told, so that the run stops as by a signal, with everything kept."""
+ALLOCATION = "SLURM_JOB_ID"
+
+
+class SlurmUnavailableError(TransientError):
+    """slurmctld did not answer, or not as it should."""
+
+
+class SlurmLauncher:
+    is_local = False
+
+    def __init__(
+        self, settings: Settings, run_dir: Path, begun: Collection[str], environ: Mapping[str, str] = os.environ
+    ) -> None:
+        """begun: names of the processes that a run begins with, for which its batch script has room.  environ: of this
+        process; inside an allocation it names the job.
+        """
+        self._settings = settings
+        self._run = settings.run.name
+        self._comment = str(run_dir.resolve())
+        self._allocation = environ.get(ALLOCATION, "")
+        self._begun = begun
+        self._has_components = "SLURM_HET_SIZE" in environ
+        self._started: dict[str, SrunProcess] = {}
+
+    async def open(self, *, resume: bool) -> None:
+        for program in ("srun", "squeue", "scancel"):
+            if shutil.which(program) is None:
+                raise ConfigError(f'launcher.kind: "slurm" needs {program} on this machine', key="launcher.kind")
+        try:
+            await self._check_partition()
+            left = await self._jobs()
+        except SlurmUnavailableError as error:
+            raise ConfigError(f"launcher.kind: Slurm does not answer here: {error}", key="launcher.kind") from error
+        others = sorted({comment for _, _, comment in left if comment != self._comment})
+        if others:
+            raise ConfigError(
+                f"launcher.kind: jobs of another run {self._run!r} are on this cluster, from {others[0]}: choose "
+                "another --name, or end them with scancel",
+                key="run.name",
+            )
+        for job_id, name, _ in left:  # this run's directory is locked, so who started them is gone
+            log.warning("ending a job of an earlier start", job=job_id, name=name)
+            await _ask("scancel", job_id)
+
+    async def _check_partition(self) -> None:
+        partition, known = self._settings.launcher.place, (await _ask("sinfo", "-h", "-o", "%R")).split()
+        if not known:
+            raise SlurmUnavailableError("sinfo names no partition")
+        if partition and not set(partition.split(",")) <= set(known):
+            raise ConfigError(
+                f"launcher.place: there is no partition {partition!r}; there are: {', '.join(known)}",
+                key="launcher.place",
+            )
+
+    async def start(self, spec: ProcessSpec, output: Path) -> SrunProcess:
+        is_step = bool(self._allocation) and spec.name in self._begun
+        command, name = self.command(spec, as_step=is_step), self._name(spec.name)
+        # a process of a batch script inherits what its allocation was asked for, which is not for another job
+        unset = {} if is_step else {key: "" for key in os.environ if key.startswith("SLURM_") and key != "SLURM_CONF"}
+        process = await start_child(
+            ["env", *(f"--unset={key}" for key in unset), *command] if unset else command,
+            {**spec.env, **({"STREAMRL_RANKS": os.urandom(8).hex()} if spec.ranks > 1 else {})},
+            output,
+        )
+        started = self._started[spec.name] = SrunProcess(process, name, self._allocation if is_step else "")
+        return started
+
+    def command(self, spec: ProcessSpec, *, as_step: bool) -> list[str]:
+        """The srun command line of one process."""
+        launcher, ask = self._settings.launcher, spec.resources
+        words = ["srun", "--quiet", f"--job-name={self._name(spec.name)}", f"--ntasks={spec.ranks}", "--mpi=none"]
+        words += _asking(ask, as_step=as_step)
+        words += ["--kill-on-bad-exit=1"] if spec.ranks > 1 else []
+        if as_step:
+            words += ["--exact", *self._component(spec)]
+        else:
+            words += [f"--comment={self._comment}", *([f"--partition={launcher.place}"] if launcher.place else [])]
+            words += launcher.options
+        return [*words, *spec.argv]
+
+    def _component(self, spec: ProcessSpec) -> list[str]:
+        """Of the batch script's heterogeneous job: the trainer's ranks have one of their own."""
+        return [f"--het-group={int(spec.kind is WorkerKind.TRAIN)}"] if self._has_components else []
+
+    def _name(self, process: str) -> str:
+        return f"streamrl/{self._run}/{process}"
+
+    async def _jobs(self) -> list[tuple[str, str, str]]:
+        """(id, name, comment) of this user's jobs that carry the run's name."""
+        lines = (await _ask("squeue", "-h", "--me", "-o", "%i|%j|%k")).splitlines()
+        jobs = [tuple(line.split("|", 2)) for line in lines]
+        return [(job[0], job[1], job[2]) for job in jobs if len(job) == 3 and job[1].startswith(self._name(""))]
+
+    async def pending(self) -> Mapping[str, str]:
+        waiting = {started.name: name for name, started in self._started.items() if started.returncode is None}
+        if not waiting:
+            return {}
+        try:
+            lines = (await _ask("squeue", "-h", "--me", "-t", "PENDING", "-o", "%i|%j|%r")).splitlines()
+        except SlurmUnavailableError as error:
+            return {name: f"Slurm does not answer: {error}" for name in waiting.values()}
+        found = [line.split("|", 2) for line in lines]
+        return {waiting[job[1]]: f"Slurm job {job[0]}: {job[2]}" for job in found if job[1] in waiting}
+
+    async def close(self) -> None:
+        """Jobs that outlived their srun, which a node that does not answer may cause, are cancelled."""
+        try:
+            for job_id, _, comment in await self._jobs():
+                if comment == self._comment:
+                    await _ask("scancel", job_id)
+        except SlurmUnavailableError as error:
+            log.warning("jobs may be left", run=self._run, error=str(error))
+
+
+class SrunProcess:
+    """One srun: a job of its own, or a step of job ``allocation``. Signals go to its tasks by scancel.
+
+    A signal to srun itself would end the job at once, without time for a worker to hand its work back.
+    """
+
+    def __init__(self, process: Process, name: str, allocation: str) -> None:
+        self._process = process
+        self.name = name
+        self._allocation = allocation
+        self._asking: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def terminate(self) -> None:
+        self._signal("TERM")
+
+    def kill(self) -> None:
+        self._signal("KILL")
+
+    def _signal(self, number: str) -> None:
+        asking = asyncio.get_running_loop().create_task(self._cancel(number), name=f"scancel {self.name}")
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+
+    async def _cancel(self, number: str) -> None:
+        try:
+            if self._allocation:
+                lines = (await _ask("squeue", "-h", "-s", "-j", self._allocation, "-o", "%i|%j")).splitlines()
+                steps = [step for step, _, name in (line.partition("|") for line in lines) if name == self.name]
+                if steps:
+                    await _ask("scancel", f"--signal={number}", *steps)
+            else:
+                await _ask("scancel", "--me", f"--name={self.name}", "--state=PENDING")
+                await _ask("scancel", "--me", f"--name={self.name}", "--state=RUNNING", f"--signal={number}")
+        except SlurmUnavailableError as error:
+            log.warning("a signal did not arrive", process=self.name, error=str(error))
+        if number == "KILL" and self._process.returncode is None:
+            await asyncio.wait({asyncio.ensure_future(self._process.wait())}, timeout=ANSWER_S)
+            if self._process.returncode is None:  # its node does not answer: srun ends the job when it ends
+                self._process.kill()
+
+
+async def _ask(*words: str) -> str:
+    """What a command of Slurm prints. Raises SlurmUnavailableError."""
+    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            out, errors = await process.communicate()
+    except TimeoutError as error:
+        raise SlurmUnavailableError(f"{words[0]} said nothing for {ANSWER_S:.0f} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise SlurmUnavailableError(f"{words[0]}: {errors.decode(errors='replace').strip()}")
+    return out.decode(errors="replace")
+
+
+def _asking(ask: Resources, *, as_step: bool) -> list[str]:
+    words = [f"--cpus-per-task={ask.cpus}"]
+    words += [f"--mem={ask.memory_mib}M"] if ask.memory_mib else ["--mem=0"] if as_step else []
+    return words + ([f"--gpus-per-task={ask.gpus}"] if ask.gpus else [])
+
+
+# -- the batch script
+
+
+def batch_script(settings: Settings, specs: Sequence[ProcessSpec], arguments: Sequence[str], program: str) -> str:
+    """For ``sbatch``: one heterogeneous job, whose first component has broker, orchestrator and all workers but the
+    trainer's ranks, which are the second; it is queued again, and goes on, after its time limit or a preemption.
+
+    arguments: of ``run``, as they were typed, without --dry-run and --resume.  program: streamrl-orchestrator, quoted.
+    """
+    launcher, name = settings.launcher, settings.run.name
+    others = [spec for spec in specs if spec.kind is not WorkerKind.TRAIN]
+    ranks = [spec for spec in specs if spec.kind is WorkerKind.TRAIN]
+
+    def component(parts: Sequence[ProcessSpec], own_cpus: int) -> list[str]:
+        words = [f"--ntasks={sum(part.ranks for part in parts) + own_cpus}", f"--cpus-per-task={launcher.cpus}"]
+        words += [f"--mem-per-cpu={math.ceil(launcher.memory_mib / launcher.cpus)}M"] if launcher.memory_mib else []
+        gpus = sum(part.resources.gpus * part.ranks for part in parts)
+        words += [f"--gpus={gpus}"] if gpus else []
+        return words + ([f"--partition={launcher.place}"] if launcher.place else []) + launcher.options
+
+    first = [f"--job-name=streamrl-{name}", "--requeue", "--open-mode=append", "--no-kill"]
+    first += [f"--signal=B:USR1@{NOTICE_S}", f"--output=streamrl-{name}.out"]
+    if launcher.time_limit_s:
+        first.append(f"--time={math.ceil(launcher.time_limit_s / 60)}")
+    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(word)}" for word in [*first, *component(others, 1)])]
+    if ranks:
+        lines += ["#SBATCH hetjob", *(f"#SBATCH {shlex.quote(word)}" for word in component(ranks, 0))]
+    own = "" if settings.broker.url or launcher.address else ' --set launcher.address="$(hostname)"'
+    where = shlex.join(["--name", name, "--dir", settings.run.dir])
+    lines += [
+        "set -u",
+        "again=",
+        f"if [ -f {shlex.quote(f'{settings.run.dir}/{name}/config.toml')} ]; then",
+        f"  {program} run --resume {where} --launcher slurm --plain{own} &",
+        "else",
+        f"  {program} run {shlex.join([*arguments, '--name', name, '--plain'])}{own} &",
+        "fi",
+        "run=$!",
+        "trap 'again=1; kill -TERM $run' USR1 TERM  # the time limit is near, or a preemption",
+        "wait $run; code=$?",
+        'if [ -n "$again" ]; then wait $run; code=$?; fi',
+        'if [ -n "$again" ] && [ $code -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,401 @@
+"""Slurm's command lines and answers, Kubernetes' objects and API, and what all launchers have in common.
+
+Slurm's commands are programs that write down how they were called and answer as the real ones did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.load import Resolved, resolve
+from orchestrator.errors import ChildFailedError, ConfigError
+from orchestrator.launch.checks import check_cluster
+from orchestrator.launch.growth import add_workers, report_loss
+from orchestrator.launch.launchers import kubernetes_cluster
+from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources, Running, resources_of
+from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher, KubernetesUnavailableError
+from orchestrator.launch.launchers.kubernetes_manifests import manifests, worker_manifest
+from orchestrator.launch.launchers.slurm import SlurmLauncher
+from orchestrator.launch.processes import Children, Fleet
+from orchestrator.launch.submission import submission
+from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
+from tests.fakes.manual_clock import ManualClock
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from transport.broker import keys
+from transport.contracts.messages import SpawnWorkers, WorkerStatus, encode
+from transport.contracts.types import RunName, WorkerId, WorkerKind
+
+WORKER = ProcessSpec(
+    name="generate-1",
+    argv=["worker", "generate"],
+    env={"K": "v"},
+    kind=WorkerKind.GENERATE,
+    resources=Resources(cpus=2, memory_mib=512),
+)
+RANKS = ProcessSpec(
+    name="train-0", argv=["worker", "train"], kind=WorkerKind.TRAIN, ranks=2, resources=Resources(gpus=1)
+)
+
+
+def configured(*overrides: str) -> Resolved:
+    return resolve("tiny", [], ["run.name=mine", *overrides], {})
+
+
+LIMIT_S = 60.0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():  # noqa: ASYNC110 what another process or thread does wakes no task
+            await asyncio.sleep(0.02)
+
+
+async def until_pending(launcher: KubernetesLauncher, expected: Mapping[str, str]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while await launcher.pending() != expected:  # noqa: ASYNC110 the same
+            await asyncio.sleep(0.02)
+
+
+# -- Slurm
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory of programs that are called like Slurm's; each writes its arguments to <program>.args."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {"srun": "", "squeue": "", "scancel": "", "sinfo": "echo main"}.items():
+        answers(programs, name, text)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return programs
+
+
+def answers(programs: Path, name: str, text: str) -> None:
+    file = programs / name
+    file.write_text(
+        f'#!/bin/bash\nprintf "%s " "$@" >> {programs}/{name}.args\necho >> {programs}/{name}.args\n{text}\n'
+    )
+    file.chmod(0o755)
+
+
+def calls(programs: Path, name: str) -> list[str]:
+    file = programs / f"{name}.args"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def slurm_launcher(tmp_path: Path, *overrides: str, environ: Mapping[str, str] | None = None) -> SlurmLauncher:
+    settings = configured("launcher.kind=slurm", *overrides).settings
+    return SlurmLauncher(settings, tmp_path / "mine", {"generate-1", "train-0"}, environ or {})
+
+
+async def test_a_worker_is_a_job_of_slurm_and_its_secrets_stand_on_no_command_line(slurm: Path, tmp_path: Path):
+    launcher = slurm_launcher(tmp_path, "launcher.place=main")
+    process = await launcher.start(WORKER, tmp_path / "generate-1.log")
+    assert await process.wait() == 0
+    (line,) = calls(slurm, "srun")
+    assert "--job-name=streamrl/mine/generate-1" in line
+    assert "--cpus-per-task=2 --mem=512M" in line
+    assert "--partition=main" in line
+    assert "--exact" not in line
+    assert "--het-group" not in line
+    assert " v " not in line
+
+
+async def test_in_an_allocation_it_is_a_step_and_one_that_is_added_a_job_of_its_own(slurm: Path, tmp_path: Path):
+    launcher = slurm_launcher(tmp_path, environ={"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"})
+    added = ProcessSpec(name="generate-9", argv=["worker", "generate"], kind=WorkerKind.GENERATE)
+    for spec in (WORKER, RANKS, added):
+        await (await launcher.start(spec, tmp_path / "log")).wait()
+    step, ranks, job = calls(slurm, "srun")
+    assert "--exact --het-group=0" in step
+    assert "--ntasks=2" in ranks
+    assert "--gpus-per-task=1" in ranks
+    assert "--kill-on-bad-exit=1 --exact --het-group=1" in ranks
+    assert "--exact" not in job
+    assert "--comment=" in job
+
+
+@pytest.mark.parametrize(("code", "fails"), [(4, True), (2, True), (143, False)])
+async def test_its_exit_code_says_whether_it_is_started_again(slurm: Path, tmp_path: Path, code: int, fails: bool):
+    """143: of a job that was cancelled, or lost its node."""
+    answers(slurm, "srun", f"[[ $(wc -l <{slurm}/srun.args) == 1 ]] && exit {code}; exit 0")
+    children = Children(tmp_path, max_restarts=1, launcher=slurm_launcher(tmp_path))
+    if fails:
+        with pytest.raises(ChildFailedError) as raised:
+            await children.keep(WORKER)
+        assert raised.value.code == code
+    else:
+        await children.keep(WORKER)
+        assert children.restarts == {"generate-1": 1}
+
+
+async def test_what_is_pending_has_the_schedulers_reason(slurm: Path, tmp_path: Path):
+    answers(slurm, "srun", "exec sleep 30")
+    answers(slurm, "squeue", "echo '12|streamrl/mine/generate-1|Resources'; echo '13|other|Priority'")
+    launcher = slurm_launcher(tmp_path)
+    process = await launcher.start(WORKER, tmp_path / "log")
+    try:
+        assert await launcher.pending() == {"generate-1": "Slurm job 12: Resources"}
+        answers(slurm, "squeue", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
+        assert "Unable to contact" in (await launcher.pending())["generate-1"]
+    finally:
+        os.kill(process.pid, 9)
+        await process.wait()
+    assert await launcher.pending() == {}
+
+
+async def test_a_signal_goes_to_the_tasks_and_not_to_srun(slurm: Path, tmp_path: Path):
+    answers(slurm, "srun", f"until [[ -s {slurm}/scancel.args ]]; do sleep .05; done; exit 143")
+    process = await slurm_launcher(tmp_path).start(WORKER, tmp_path / "log")
+    process.terminate()
+    assert await process.wait() == 143
+    await until(lambda: len(calls(slurm, "scancel")) == 2)
+    pending, running = calls(slurm, "scancel")
+    assert "--name=streamrl/mine/generate-1 --state=PENDING" in pending
+    assert "--name=streamrl/mine/generate-1 --state=RUNNING --signal=TERM" in running
+
+
+async def test_jobs_of_an_earlier_start_are_ended_and_those_of_another_run_are_not(slurm: Path, tmp_path: Path):
+    own = tmp_path / "mine"
+    answers(slurm, "squeue", f"echo '5|streamrl/mine/train-0|{own}'; echo '6|streamrl/mine2/train-0|/elsewhere'")
+    await slurm_launcher(tmp_path).open(resume=True)
+    assert calls(slurm, "scancel") == ["5 "]
+    answers(slurm, "squeue", "echo '6|streamrl/mine/train-0|/elsewhere'")
+    with pytest.raises(ConfigError, match="from /elsewhere: choose another --name"):
+        await slurm_launcher(tmp_path).open(resume=False)
+
+
+async def test_a_cluster_or_a_partition_that_is_not_there_is_said_before_anything_starts(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(ConfigError, match="no partition 'gpu'; there are: main"):
+        await slurm_launcher(tmp_path, "launcher.place=gpu").open(resume=False)
+    answers(slurm, "sinfo", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(ConfigError, match="Slurm does not answer here: sinfo: Unable to contact"):
+        await slurm_launcher(tmp_path).open(resume=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="needs srun on this machine"):
+        await slurm_launcher(tmp_path).open(resume=False)
+
+
+def test_the_batch_script_has_both_stages_and_goes_on_after_its_time_limit():
+    typed = ["--preset", "tiny", "--name", "mine", "--launcher", "slurm", "--dry-run", "--set", "trainer.ranks=2"]
+    more = ("trainer.device=cuda", "launcher.time_limit_s=3600", "launcher.options=['--account=x']")
+    script = submission(configured("launcher.kind=slurm", "trainer.ranks=2", "tensors.host=0.0.0.0", *more), typed)
+    first, second = script.split("#SBATCH hetjob\n")
+    assert "--requeue" in first
+    assert "--time=60" in first
+    assert "--ntasks=3" in first
+    assert "--ntasks=2" in second
+    assert "--gpus=2" in second
+    assert script.count("--account=x") == 2
+    assert "run --preset tiny --launcher slurm --set trainer.ranks=2 --name mine" in script
+    assert "run --resume --name mine" in script
+    assert "--dry-run" not in script
+
+
+def test_no_secret_is_printed():
+    resolved = configured("launcher.kind=ray", "broker.url=redis://u:hidden-word@127.0.0.1:1")
+    with pytest.raises(ConfigError, match="prints no secret"):
+        submission(resolved, ["--set", "broker.url=redis://u:hidden-word@127.0.0.1:1"])
+    assert "hidden-word" not in submission(resolved, ["--config", "mine.toml"])
+
+
+# -- Kubernetes
+
+IMAGE = ("launcher.kind=kubernetes", "launcher.image=registry/streamrl:1", "tensors.host=0.0.0.0")
+
+
+def test_all_objects_are_what_the_api_takes():
+    validate = pytest.importorskip("kubernetes_validate")
+    resolved = configured(*IMAGE, "launcher.options=['kueue.x-k8s.io/queue-name=team']", "launcher.place=rl")
+    made = manifests(resolved)
+    made += [worker_manifest(resolved.settings, spec, "a1") for spec in (WORKER, RANKS)]
+    for one in made:
+        validate.validate(one, "1.30", strict=True)
+    kinds = [one["kind"] for one in made]
+    assert kinds[-2:] == ["Pod", "Job"]
+    assert {"StatefulSet", "Service", "NetworkPolicy", "Role", "ConfigMap", "PersistentVolumeClaim"} < set(kinds)
+    assert all(one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team" for one in made)
+
+
+def test_no_object_holds_a_secret():
+    resolved = configured(*IMAGE)
+    spec = ProcessSpec(name="score-0", argv=["w"], env={"STREAMRL_SECRET": "hidden-word"}, kind=WorkerKind.SCORE)
+    assert "hidden-word" not in str(worker_manifest(resolved.settings, spec, "1"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [(("launcher.kind=kubernetes",), "launcher.image"), ((*IMAGE, "run.name=My_Run"), "lower-case letters")],
+)
+def test_no_image_or_a_name_that_is_none_is_said(overrides: tuple[str, ...], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        manifests(configured(*overrides))
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesApi]:
+    pytest.importorskip("kubernetes")
+    monkeypatch.setattr(kubernetes_cluster, "LOOK_S", 0.02)
+    with kubernetes_api() as one:
+        yield one
+
+
+async def test_a_pod_is_a_process_with_an_exit_code_and_a_log(api: KubernetesApi, tmp_path: Path):
+    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
+    await launcher.open(resume=False)
+    try:
+        process = await launcher.start(WORKER, tmp_path / "generate-1.log")
+        (name,) = api.objects
+        message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+        why = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+        api.status(name, "Pending", conditions=[why])
+        await until_pending(launcher, {"generate-1": f"Kubernetes: {message}"})
+        api.status(name, "Running")
+        await until_pending(launcher, {})
+        api.ended(name, 4)
+        assert await process.wait() == 4
+        assert "a line of the pod" in (tmp_path / "generate-1.log").read_text()
+    finally:
+        await launcher.close()
+
+
+async def test_a_pod_that_vanishes_was_killed_and_one_that_is_asked_to_end_is_deleted(
+    api: KubernetesApi, tmp_path: Path
+):
+    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
+    await launcher.open(resume=False)
+    try:
+        process = await launcher.start(WORKER, tmp_path / "log")
+        (name,) = api.objects
+        api.status(name, "Running")
+        await until_pending(launcher, {})
+        process.terminate()
+        assert await process.wait() == NODE_LOST
+        assert ("DELETE", f"/api/v1/namespaces/default/pods/{name}") in api.asked
+    finally:
+        await launcher.close()
+
+
+async def test_a_quota_is_said_as_the_api_says_it_and_tried_again(api: KubernetesApi, tmp_path: Path):
+    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
+    await launcher.open(resume=False)
+    try:
+        api.refuse = (403, "exceeded quota: gpus")
+        with pytest.raises(KubernetesUnavailableError, match=r"answers 403.*exceeded quota"):
+            await launcher.start(WORKER, tmp_path / "log")
+        with pytest.raises(ChildFailedError, match="exceeded quota"):
+            await Children(tmp_path, max_restarts=1, launcher=launcher).keep(WORKER)
+    finally:
+        await launcher.close()
+
+
+# -- what all have in common
+
+
+def test_gpus_are_asked_for_where_a_device_says_so():
+    asked = configured("generation.device=cuda", "trainer.device=auto", "launcher.cpus=3").settings
+    assert resources_of(asked, WorkerKind.GENERATE) == Resources(gpus=1, cpus=3)
+    assert resources_of(asked, WorkerKind.TRAIN) == Resources(gpus=0, cpus=3)
+    served = configured("generation.engine=sglang", "generation.gpus_per_worker=4").settings
+    assert resources_of(served, WorkerKind.GENERATE).gpus == 4
+
+
+def test_ranks_that_an_engine_starts_are_one_process_that_numbers_itself(tmp_path: Path):
+    settings = configured("trainer.ranks=2", "trainer.parallel.tensor=2").settings
+    fleet = Fleet(
+        settings=settings,
+        run_dir=tmp_path,
+        model_dir=tmp_path,
+        url="unix:///s",
+        worker_url="redis://h:1",
+        env={},
+        is_local=False,
+    )
+    (train,) = [spec for spec in fleet.workers() if spec.kind is WorkerKind.TRAIN]
+    assert train.ranks == 2
+    assert "--index" not in train.argv
+    assert "redis://h:1" in train.argv
+    assert "unix:///s" in fleet.orchestrator().argv
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("launcher.kind=slurm",), "launcher.address"),
+        (("launcher.kind=ray", "launcher.place=auto"), "launcher.address"),
+        (("launcher.kind=slurm", "launcher.address=10.0.0.1"), "tensors.host"),
+        (("launcher.kind=ray", "broker.url=redis://far:1"), "tensors.host"),
+        (("launcher.kind=slurm", "launcher.address=h", "tensors.host=0.0.0.0", "rows.store=units"), "rows.host"),
+    ],
+)
+def test_what_nodes_could_not_reach_is_refused(overrides: tuple[str, ...], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        check_cluster(configured(*overrides).settings)
+
+
+class Slow:
+    """A launcher whose processes begin when a test says so."""
+
+    is_local = False
+
+    def __init__(self) -> None:
+        self.waits: dict[str, str] = {"generate-1": "Resources"}
+
+    async def open(self, *, resume: bool) -> None: ...
+
+    async def start(self, spec: ProcessSpec, output: Path) -> Running:
+        raise AssertionError("nothing is started")
+
+    async def pending(self) -> Mapping[str, str]:
+        return self.waits
+
+    async def close(self) -> None: ...
+
+
+async def test_who_is_pending_is_reported_again_and_again(tmp_path: Path):
+    heard: asyncio.Queue[Mapping[str, str]] = asyncio.Queue()
+    children = Children(tmp_path, max_restarts=0, launcher=Slow())
+    watching = asyncio.create_task(children.watch_pending(heard.put))
+    assert await heard.get() == {"generate-1": "Resources"}
+    assert children.pending() == {"generate-1": "Resources"}
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_workers_that_are_added_take_numbers_that_nobody_has():
+    broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    for number in (1, 2):
+        await broker.beat(WorkerId(f"generate-{number}.1"), b"", ttl_s=1000.0)
+    await broker.put_meta(keys.SPAWN, encode(SpawnWorkers(total=2, reason="slower")))
+    added: list[int] = []
+    done = asyncio.Event()
+
+    def start(number: int) -> ProcessSpec:
+        added.append(number)
+        if len(added) == 2:
+            done.set()
+        return ProcessSpec(name=f"generate-{number}", argv=[], kind=WorkerKind.GENERATE)
+
+    adding = asyncio.create_task(add_workers(broker, start, first=1))
+    await done.wait()
+    adding.cancel()
+    await asyncio.gather(adding, return_exceptions=True)
+    assert added == [3, 4]
+
+
+async def test_a_process_elsewhere_that_ended_is_reported_by_its_name_with_all_its_ranks():
+    broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    for name in ("train-0", "train-1", "train-2", "generate-1"):
+        status = WorkerStatus(
+            worker_id=WorkerId(f"{name}.1"), kind=WorkerKind.TRAIN, host="n1", pid=7, protocol=1, doing="waiting"
+        )
+        await broker.beat(status.worker_id, encode(status), ttl_s=1000.0)
+    await report_loss(broker, RANKS, None)
+    assert sorted(await broker.leases()) == ["generate-1.1", "train-2.1"]
