@@ -56,7 +56,7 @@ COMMANDS = (
     *("ping", "info", "role", "eval", "evalsha", "exists", "del", "unlink", "get", "set", "incrby", "decrby"),
     *("hget", "hset", "hsetnx", "hmget", "hgetall", "hdel", "hexists", "hincrby", "hkeys", "hstrlen"),
     *("sadd", "srem", "smembers", "xadd", "xlen", "xrange", "xrevrange", "xread", "xreadgroup", "xack", "xclaim"),
-    *("xdel", "xtrim", "xpending", "xgroup|create"),
+    *("xdel", "xtrim", "xpending", "xgroup|create", "xinfo|stream", "xinfo|groups"),
 )
 """All that a run sends, its scripts included; what the access list of its user has to allow (docs/broker.md)."""
 _NO_GROUP = ("NOGROUP", "UNBLOCKED")
