@@ -20,6 +20,7 @@ from orchestrator.sim.costs import (
     Algorithm,
     Assumptions,
     Gpu,
+    TrainCost,
     crossing_s,
     decode_cost,
     gather_s,
@@ -88,6 +89,10 @@ class Layout:
     def decode_cost(self, llm: Llm, assumed: Assumptions = ASSUMED) -> DecodeCost:
         """Of an instance without drafts."""
         return decode_cost(llm, self.generation_gpu, self.tensor_parallel, assumed, kv_bytes=self.kv_bytes)
+
+    def train_cost(self, llm: Llm, algorithm: Algorithm, assumed: Assumptions = ASSUMED) -> TrainCost:
+        """Of a rank of the trainer."""
+        return train_cost(llm, self.training_gpu, self.training_gpus, self.ranks, algorithm, assumed)
 
     def drafting(self, assumed: Assumptions = ASSUMED) -> Drafts | None:
         """How instances draft; None where they do not."""
@@ -191,7 +196,7 @@ def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostMode
     llm, gpu = workload.llm, layout.training_gpu
     trainer, engine = gpu.measured, layout.generation_gpu.measured
     costs = CostModel(
-        train=train_cost(llm, gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed),
+        train=layout.train_cost(llm, workload.algorithm, assumed),
         publish_s=gather_s(llm, gpu, layout.training_gpus, layout.ranks, assumed),
         transfer_s=layout.transfer_s(llm, assumed),
         load_s=engine.load_s if engine is not None else assumed.load_s,
@@ -236,9 +241,7 @@ def bound(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) ->
     prompt_tokens = fmean(workload.lengths.questions)
     per_batch = workload.batch * workload.group_size / len(lengths)
     decode = layout.decode_cost(workload.llm, assumed)
-    train = train_cost(
-        workload.llm, layout.training_gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed
-    )
+    train = layout.train_cost(workload.llm, workload.algorithm, assumed)
     question_tokens = prompt_tokens * len(lengths) / workload.group_size  # a group computes its prompt once
     response_tokens, tokens = sum(lengths), sum(lengths) + question_tokens
     squares = sum((length + prompt_tokens) ** 2 for length in lengths)
