@@ -138,7 +138,7 @@ def rolling(generation_gpus: int = 40) -> Pipelined:
 
 
 AIDED_SPLIT = {"sync": 48, "async": 32}
-"""GPUs of 128 that generate where engines draft or hold fp8 caches, of 24, 32, 40 and 48: with the others ranks swap, or
+"""GPUs of 128 that generate where engines draft or hold fp8 caches, of 24 to 48: with the others ranks swap, or
 generation is the slower stage."""
 
 
