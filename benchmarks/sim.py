@@ -25,13 +25,23 @@ from benchmarks.live_error import live_errors
 from benchmarks.papers.comparison import compare, with_swings
 from benchmarks.papers.experiments import PAPER_RECALL, Bound, Generation, Pipelined
 from benchmarks.papers.rows import Cell, Row, rows
-from benchmarks.papers.settings import colocated, fully_async, in_flight, rolling, split, sync_stream
+from benchmarks.papers.settings import (
+    AIDED_SPLIT,
+    aided,
+    colocated,
+    fully_async,
+    in_flight,
+    rolling,
+    split,
+    sync_stream,
+)
 from benchmarks.papers.trials import MOVE, ProgressLine
 from orchestrator.sim.costs import ASSUMED, H800, decode_cost
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.llms import QWEN_72B
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
 from orchestrator.sim.simulate import simulate
+from transport.contracts.llms import BYTES
 
 SEEDS = (11, 12, 13)
 WARM_UP, COOL_DOWN = 4, 2
@@ -51,22 +61,40 @@ class Case:
     def layout(self) -> Layout:
         return self.experiment.layout
 
+    @property
+    def armed(self) -> Case:
+        """The colocated baseline with the same aids."""
+        layout = self.layout
+        baseline = aided(BASELINE.experiment, drafts=layout.drafts, kv_bytes=layout.kv_bytes)
+        return Case(title="colocated", experiment=baseline)
+
     def run(self, seed: int, batches: int) -> SimulationLog:
         return self.experiment.run(seed, batches, ASSUMED)
 
 
 BASELINE = Case(title="colocated", experiment=colocated(QWEN_72B), paper="1.00")
+DRAFTS = ASSUMED.draft_acceptance
 CASES = {
-    "colocated_ranked_72b": Case(
+    "colocated_ranked": Case(
         title="colocated, ranked", experiment=colocated(QWEN_72B, dispatch="scored"), paper="1.08"
     ),
-    "sync_stream_72b": Case(title="disaggregated stream, synchronous", experiment=sync_stream(QWEN_72B), paper="1.23"),
-    "async_paper_72b": Case(
+    "sync_plain": Case(title="disaggregated stream, synchronous", experiment=sync_stream(QWEN_72B), paper="1.23"),
+    "async_paper": Case(
         title="fully asynchronous, the paper's dispatch", experiment=fully_async(QWEN_72B), paper="1.48"
     ),
-    "async_best_72b": Case(title="in flight, at most one version old", experiment=in_flight()),
-    "async_mean1_72b": Case(title="rolling, at most two versions old", experiment=rolling()),
+    "async_plain": Case(title="in flight, at most one version old", experiment=in_flight()),
+    "mean1_plain": Case(title="rolling, at most two versions old", experiment=rolling()),
+    "sync_aided": Case(
+        title="synchronous stream with drafts",
+        experiment=aided(replace(sync_stream(QWEN_72B), layout=split(QWEN_72B, AIDED_SPLIT["sync"])), drafts=DRAFTS),
+    ),
+    "async_aided": Case(
+        title="in flight with drafts", experiment=aided(in_flight(AIDED_SPLIT["async"]), drafts=DRAFTS)
+    ),
+    "async_fp8": Case(title="in flight with fp8 caches", experiment=aided(in_flight(AIDED_SPLIT["async"]), kv_bytes=1)),
+    "mean1_aided": Case(title="rolling with drafts", experiment=aided(rolling(AIDED_SPLIT["async"]), drafts=DRAFTS)),
 }
+"""Over the plain colocated baseline; those with aids also over one that has the same ("_armed")."""
 
 
 def _over_bound(what: str, recall: float | None) -> Row:
@@ -107,6 +135,11 @@ def report(seeds: Sequence[int], batches: int) -> dict[str, float]:
         ratios = [base[seed] / iteration_s(log) for seed, log in logs.items()]
         figures[name] = round(fmean(ratios), 3)
         print(f"{name}: {describe(case, logs, ratios, base)}")
+        if case.experiment.layout.drafts or case.experiment.layout.kv_bytes != BYTES:
+            armed = {seed: iteration_s(case.armed.run(seed, batches)) for seed in seeds}
+            figures[f"{name}_armed"] = round(fmean(armed[seed] / iteration_s(log) for seed, log in logs.items()), 3)
+            over = f"{figures[f'{name}_armed']:.3f} over colocated with the same"
+            print(f"{name}_armed: {over}, {fmean(armed.values()):.0f} s")
     return figures
 
 
@@ -115,7 +148,8 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
     staleness = PIPELINES[case.experiment.pipeline].max_staleness
     workload = case.experiment.workload(seed, len(log.published_s))
     own_s = bound(workload, replace(case.layout, slots=100_000)).iteration_s(staleness)
-    best_s, best_layout = best_bound(workload, SPLITS, staleness)
+    layouts = [replace(one, drafts=case.layout.drafts, kv_bytes=case.layout.kv_bytes) for one in SPLITS]
+    best_s, best_layout = best_bound(workload, layouts, staleness)
     text = f"{fmean(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}), paper {case.paper}; {case.title}; "
     text += f"{case.layout.generation_gpus} + {case.layout.training_gpus} GPUs"
     if case.layout.colocated:
@@ -153,7 +187,7 @@ def sensitivity(seed: int) -> None:
 def speed() -> tuple[float, float]:
     """(actions of the heap and events of the core per CPU second, without planning; CPU seconds of 20 iterations on 128
     GPUs, with it), the best of three."""
-    case = CASES["async_best_72b"]
+    case = CASES["async_plain"]
     prepared = case.experiment.scenario(0, BATCHES, ASSUMED)
     log, run_s = _timed(lambda: simulate(prepared))
     without_planning = replace(prepared, core=msgspec.structs.replace(prepared.core, dispatch="least_loaded"))

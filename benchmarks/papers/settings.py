@@ -127,14 +127,24 @@ def fully_async(llm: Llm, max_tokens: int = FULL_LENGTH, generation_gpus: int | 
     return Pipelined(llm=llm, layout=layout, pipeline="fully_async", dispatch="two_class_max", max_tokens=max_tokens)
 
 
-def in_flight() -> Pipelined:
+def in_flight(generation_gpus: int = 40) -> Pipelined:
     """Ours: weights between two decode steps, and no trained token more than one version old."""
-    return Pipelined(layout=split(QWEN_72B, 40), pipeline="in_flight", dispatch="paced")
+    return Pipelined(layout=split(QWEN_72B, generation_gpus), pipeline="in_flight", dispatch="paced")
 
 
-def rolling() -> Pipelined:
+def rolling(generation_gpus: int = 40) -> Pipelined:
     """Ours: a finished sample takes the place of one that still runs, at most two versions behind."""
-    return Pipelined(layout=split(QWEN_72B, 40), pipeline="rolling_2", dispatch="paced")
+    return Pipelined(layout=split(QWEN_72B, generation_gpus), pipeline="rolling_2", dispatch="paced")
+
+
+AIDED_SPLIT = {"sync": 48, "async": 32}
+"""GPUs of 128 that generate where engines draft or hold fp8 caches, of 24 to 48: with the others ranks swap, or
+generation is the slower stage."""
+
+
+def aided(experiment: Pipelined, *, drafts: float = 0.0, kv_bytes: int = 2) -> Pipelined:
+    """The same with engines that draft at this acceptance, or hold keys and values in so many bytes."""
+    return replace(experiment, layout=replace(experiment.layout, drafts=drafts, kv_bytes=kv_bytes))
 
 
 def asyncflow(llm: Llm, gpus: int, pipeline: str, *, batch: int = 0) -> Pipelined:

@@ -67,7 +67,9 @@ def simulate(
     tensor_parallel: Annotated[
         int, typer.Option(min=0, help="GPUs of a generation instance. [0: that with the lowest bound]")
     ] = 0,
-    ranks: Annotated[int, typer.Option(min=0, help="Data-parallel ranks of the trainer. [0: as many as fit]")] = 0,
+    ranks: Annotated[
+        int, typer.Option(min=0, help="Data-parallel ranks of the trainer. [0: as many as hold all models]")
+    ] = 0,
     lengths: Annotated[
         Path | None,
         typer.Option(help="Response lengths, tokens: one a line, or JSON lines. [StreamRL's 20K data set, simulated]"),
@@ -85,6 +87,10 @@ def simulate(
     micro_batch_tokens: Annotated[
         int, typer.Option(min=0, help="Of a rank of the trainer. [65,536, or as profiled]")
     ] = 0,
+    drafts: Annotated[
+        float, typer.Option(min=0, max=1, help="Acceptance of a token that engines draft, e.g. .55. [0: none drafts]")
+    ] = 0.0,
+    fp8_kv: Annotated[bool, typer.Option("--fp8-kv", help="Keys and values in one byte, not two.")] = False,
     link_gbps: LinkGbps = 80.0,
     iterations: Annotated[
         int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
@@ -95,6 +101,7 @@ def simulate(
 ) -> None:
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
     measured = None if profile is None else read_profile(profile)
+    _check_aids(measured, drafts, fp8_kv)
     llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
     one_of("--dispatch", dispatch or LEAST_LOADED, POLICIES)
     skipped: list[str] = []
@@ -114,6 +121,8 @@ def simulate(
             layout,
             slots=slots or slots_of(layout.generation_gpu),
             micro_batch_tokens=micro_batch_tokens or micro_batch_tokens_of(layout.training_gpu),
+            drafts=drafts,
+            kv_bytes=1 if fp8_kv else layout.kv_bytes,
         )
         chosen = dispatch or default_dispatch(
             max_staleness=settings.max_staleness, update=settings.update, num_workers=layout.instances
@@ -152,6 +161,15 @@ def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Po
     return generation, training
 
 
+def _check_aids(measured: Profile | None, drafts: float, fp8_kv: bool) -> None:
+    """Raises ConfigError: a profile knows neither."""
+    if measured is not None and (drafts or fp8_kv):
+        where = "--drafts" if drafts else "--fp8-kv"
+        raise ConfigError(
+            "a profile has what its engine was measured at: profile the engine as it will run", where=where
+        )
+
+
 def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, ranks: int, link_gbps: float) -> Layout:
     """Raises ConfigError, DoesNotFitError."""
     generation, training = pools
@@ -164,7 +182,7 @@ def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, 
             generation_gpus=generation.num_gpus,
             training_gpus=training.num_gpus,
             tensor_parallel=degree,
-            ranks=ranks or most_ranks(workload.llm, training.gpu, training.num_gpus),
+            ranks=ranks or most_ranks(workload.llm, training.gpu, training.num_gpus, algorithm=workload.algorithm),
             generation_gpu=generation.gpu,
             training_gpu=training.gpu,
             colocated=training is generation,

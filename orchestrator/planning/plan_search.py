@@ -349,7 +349,12 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
     generation: dict[str, object] = {"engine": engine, "workers": split.instances, "slots": layout.slots}
     if split.tensor_parallel > 1:
         generation["gpus_per_worker"] = split.tensor_parallel
-    trainer: dict[str, object] = {"ranks": split.training_gpus, "micro_batch_tokens": layout.micro_batch_tokens}
+    saturating = layout.train_cost(job.llm, job.algorithm, job.assumed).saturating_tokens()
+    trainer: dict[str, object] = {
+        "ranks": split.training_gpus,
+        "micro_batch_tokens": layout.micro_batch_tokens,
+        "round_tokens": min(saturating, layout.micro_batch_tokens),
+    }
     if job.assumed.trainer.recompute != "none":
         trainer["recompute"] = job.assumed.trainer.recompute
     return {

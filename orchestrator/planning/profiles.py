@@ -8,7 +8,6 @@ compute-bound batches; that one is searched.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -39,9 +38,6 @@ MIN_RUNS = 4
 """Runs for four coefficients."""
 MIN_BATCH_SIZES = 3
 """Sizes of batches, to separate what a sample adds from what every step takes."""
-
-ROUND_SHARE = 0.05
-"""Of a micro-batch's time, what it takes however small it is: with so much a rank counts as saturated."""
 
 
 class Errors(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,15 +81,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def round_tokens(self) -> int:
-        """Tokens of one rank that saturate it: a round of fewer pays more than ROUND_SHARE for being a round.
+        """Tokens of one rank that saturate it (``TrainCost.saturating_tokens``).
 
         At most what was measured; 0: no trainer was. Several data ranks also gather weights in each round, which one
         rank alone cannot show: they need more.
         """
         if self.train is None:
             return 0
-        needed = self.train.round_s * (1 / ROUND_SHARE - 1)
-        return min(math.ceil(needed / self.train.token_s), self.micro_batch_tokens) if self.train.token_s else 0
+        return min(self.train.saturating_tokens(), self.micro_batch_tokens)
 
 
 def read_profile(path: Path) -> Profile:

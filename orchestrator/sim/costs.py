@@ -282,8 +282,10 @@ def generation_degrees(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumpt
     return [degree for degree in tensor_degrees(llm, gpu) if _kv_room(llm, gpu, degree, assumed) > needed]
 
 
-def decode_cost(llm: Llm, gpu: Gpu, tensor_parallel: int, assumed: Assumptions = ASSUMED) -> DecodeCost:
-    """One generation instance on ``tensor_parallel`` GPUs.
+def decode_cost(
+    llm: Llm, gpu: Gpu, tensor_parallel: int, assumed: Assumptions = ASSUMED, *, kv_bytes: int = BYTES
+) -> DecodeCost:
+    """One generation instance on ``tensor_parallel`` GPUs. kv_bytes: of a key or a value: 2, or 1 in fp8.
 
     KV heads are split as far as they go and repeated beyond. Raises DoesNotFitError when weights and one token of
     context do not fit, ValueError when the heads do not split.
@@ -293,7 +295,8 @@ def decode_cost(llm: Llm, gpu: Gpu, tensor_parallel: int, assumed: Assumptions =
     if tensor_parallel not in tensor_degrees(llm, gpu):
         raise ValueError(f"{llm.heads} heads of {llm.name} do not split {tensor_parallel} ways in a node of {gpu.name}")
     room = _kv_room(llm, gpu, tensor_parallel, assumed)
-    if room <= llm.kv_bytes:
+    token_bytes = llm.kv_bytes * kv_bytes / BYTES
+    if room <= token_bytes:
         needed = llm.weight_bytes / tensor_parallel / 1e9
         have = gpu.memory_bytes * assumed.usable_memory / 1e9
         raise DoesNotFitError(
@@ -311,9 +314,9 @@ def decode_cost(llm: Llm, gpu: Gpu, tensor_parallel: int, assumed: Assumptions =
         weights_s=read_bytes / (gpu.memory_bytes_per_s * assumed.memory_efficiency),
         gemm_sample_s=gemm_s,
         sample_s=allreduce_s,
-        kv_token_s=llm.kv_bytes / kv_split / (gpu.memory_bytes_per_s * assumed.kv_efficiency),
+        kv_token_s=token_bytes / kv_split / (gpu.memory_bytes_per_s * assumed.kv_efficiency),
         prefill_token_s=gemm_s + allreduce_s,
-        kv_capacity_tokens=float(int(room / (llm.kv_bytes * tensor_parallel / kv_split))),
+        kv_capacity_tokens=float(int(room / (token_bytes * tensor_parallel / kv_split))),
     )
 
 
@@ -473,12 +476,17 @@ def training_misfit(
     )
 
 
-def most_ranks(llm: Llm, gpu: Gpu, num_gpus: int, assumed: Assumptions = ASSUMED) -> int:
-    """The most data-parallel ranks that fit. Raises DoesNotFitError when none does."""
-    for ranks in (num_gpus // size for size in assumed.trainer.rank_sizes if num_gpus % size == 0):
-        if not training_misfit(llm, gpu, num_gpus, ranks, assumed):
-            return ranks
-    raise DoesNotFitError(f"training {llm.name} does not fit on {num_gpus} {gpu.name}")
+def most_ranks(llm: Llm, gpu: Gpu, num_gpus: int, assumed: Assumptions = ASSUMED, algorithm: Algorithm = "ppo") -> int:
+    """The most data-parallel ranks that hold all models; where no choice does, the most that hold one and swap.
+
+    Raises DoesNotFitError when none does.
+    """
+    sizes = [num_gpus // size for size in assumed.trainer.rank_sizes if num_gpus % size == 0]
+    fitting = [ranks for ranks in sizes if not training_misfit(llm, gpu, num_gpus, ranks, assumed)]
+    if not fitting:
+        raise DoesNotFitError(f"training {llm.name} does not fit on {num_gpus} {gpu.name}")
+    whole = (ranks for ranks in fitting if not swap_s(llm, gpu, num_gpus, ranks, algorithm, assumed))
+    return next(whole, fitting[0])
 
 
 def switch_s(llm: Llm, gpu: Gpu, num_gpus: int, algorithm: Algorithm = "ppo", assumed: Assumptions = ASSUMED) -> float:

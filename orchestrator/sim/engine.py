@@ -24,7 +24,7 @@ from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.lengths import LengthModel, Lengths
-from transport.contracts.continuous_batching import DecodeCost
+from transport.contracts.continuous_batching import DecodeCost, Drafts
 from transport.contracts.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
 from transport.contracts.types import RowId, WeightIdentity, WorkerId
 
@@ -42,6 +42,7 @@ class CostModel:
     transfer_s: of a version on its way, while generation goes on.  load_s: of putting it into an engine between two
     steps.  switch_s: of colocated GPUs between the stages, paid by the trainer before and after every batch.
     spawn_s: until a worker that was asked for has joined.
+    drafts: of the engines; None: they draft nothing.
     noise: spread by which a worker is slower than its cost, all its life, and each part of a round than the rank's.
     decode_beside, train_beside: decode steps and the trainer's work take so many times as long while both go on, where
     they share a machine.
@@ -59,6 +60,7 @@ class CostModel:
     prompts_s: float = 0.01
     heartbeat_s: float = 1.0
     spawn_s: float = 10.0
+    drafts: Drafts | None = None
     noise: float = 0.0
     decode_beside: float = 1.0
     train_beside: float = 1.0

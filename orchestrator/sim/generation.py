@@ -160,6 +160,8 @@ class SimulatedWorker:
         self._index = index
         self._cost = scenario.decode_cost(index)
         self._batching = ContinuousBatching[GroupPlan](self._cost, scenario.capacity, simulation.now_s)
+        if scenario.costs.drafts is not None:
+            self._batching.drafted = scenario.costs.drafts.costs(self._cost)
         self._arrived: WeightIdentity | None = None
         self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
@@ -271,7 +273,7 @@ class SimulatedWorker:
         batching = self._batching
         for sample in batching.advance(steps, self._simulation.now_s):
             self._finish(sample)
-        batching.cost = self._cost
+        self._set_cost()
         for group_id, attempt in self._aborts:
             batching.remove(lambda plan, of=group_id, upto=attempt: plan.group_id == of and plan.attempt <= upto)
             if not batching.holds(group_id):
@@ -287,6 +289,16 @@ class SimulatedWorker:
         following = batching.next_steps()
         if following is not None:
             self._wake_after(following, batching.boundary_s(following))
+
+    def _set_cost(self) -> None:
+        """Of the next steps, which what is admitted may change."""
+        if self._batching.cost is self._cost:
+            return
+        drafts = self._simulation.scenario.costs.drafts
+        if drafts is None:
+            self._batching.cost = self._cost
+        elif not self._batching.drafted or self._batching.drafted[0] is not self._cost:
+            self._batching.drafted = drafts.costs(self._cost)
 
     def _take_weights(self) -> None:
         weights, self._arrived = self._arrived, None

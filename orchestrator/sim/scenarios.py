@@ -20,6 +20,7 @@ from orchestrator.sim.costs import (
     Algorithm,
     Assumptions,
     Gpu,
+    TrainCost,
     crossing_s,
     decode_cost,
     gather_s,
@@ -31,7 +32,8 @@ from orchestrator.sim.costs import (
 from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.lengths import RecordedLengths
 from orchestrator.sim.llms import QWEN_72B
-from transport.contracts.llms import Llm
+from transport.contracts.continuous_batching import DecodeCost, Drafts, cheapest
+from transport.contracts.llms import BYTES, Llm
 from transport.contracts.types import UpdateMode
 
 HEARTBEAT_S = 60.0
@@ -61,6 +63,8 @@ class Layout:
     tensor_parallel: GPUs of one generation instance.  ranks: data-parallel ranks of the trainer.
     slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round, at most.
     round_tokens: of one rank, that a round waits for while more of its batch is to come; None: what saturates a rank.
+    drafts: acceptance of a drafted token on every instance; 0: nothing is drafted.
+    kv_bytes: of a key or a value: 2, or 1 in fp8.
     link_bytes_per_s: between the sites of training and generation; 0: there is but one.
     """
 
@@ -74,11 +78,27 @@ class Layout:
     slots: int = 256
     micro_batch_tokens: int = 65_536
     round_tokens: int | None = None
+    drafts: float = 0.0
+    kv_bytes: int = BYTES
     link_bytes_per_s: float = 0.0
 
     @property
     def instances(self) -> int:
         return self.generation_gpus // self.tensor_parallel
+
+    def decode_cost(self, llm: Llm, assumed: Assumptions = ASSUMED) -> DecodeCost:
+        """Of an instance without drafts."""
+        return decode_cost(llm, self.generation_gpu, self.tensor_parallel, assumed, kv_bytes=self.kv_bytes)
+
+    def train_cost(self, llm: Llm, algorithm: Algorithm, assumed: Assumptions = ASSUMED) -> TrainCost:
+        """Of a rank of the trainer."""
+        return train_cost(llm, self.training_gpu, self.training_gpus, self.ranks, algorithm, assumed)
+
+    def drafting(self, assumed: Assumptions = ASSUMED) -> Drafts | None:
+        """How instances draft; None where they do not."""
+        if not self.drafts:
+            return None
+        return Drafts(acceptance=self.drafts, max_tokens=round(assumed.draft_tokens), draft_s=assumed.draft_s)
 
     @property
     def generation_hosts(self) -> int:
@@ -130,7 +150,7 @@ def scenario(
     trace: bool = False,
 ) -> Scenario:
     """One run of ``pipeline``. dispatch: as the setting. Raises DoesNotFitError when the LLM does not fit."""
-    decode = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel, assumed)
+    decode = layout.decode_cost(workload.llm, assumed)
     costs = _costs(workload, layout, assumed)
     core = msgspec.structs.replace(
         pipeline,
@@ -141,7 +161,7 @@ def scenario(
         micro_batch_tokens=layout.micro_batch_tokens,
         round_tokens=layout.round_tokens if layout.round_tokens is not None else costs.train.saturating_tokens(),
         dispatch=dispatch,
-        decode_cost=decode,
+        decode_cost=_planned_cost(workload, layout, decode, assumed),
         train_token_s=costs.train.token_s / layout.ranks,
         max_response_tokens=max(max(samples) for samples in workload.lengths.lengths),
         checkpoint_every=1,
@@ -161,16 +181,28 @@ def scenario(
     )
 
 
+def _planned_cost(workload: Workload, layout: Layout, decode: DecodeCost, assumed: Assumptions) -> DecodeCost:
+    """What plans of dispatch reckon with: one depth of drafts, the cheapest for half of the batch that fits."""
+    drafts = layout.drafting(assumed)
+    if drafts is None:
+        return decode
+    mean = fmean(length for samples in workload.lengths.lengths for length in samples)
+    context = fmean(workload.lengths.questions) + mean / 2
+    batch = min(layout.slots, decode.kv_capacity_tokens / context) / 2
+    return cheapest(drafts.costs(decode), batch, batch * context)
+
+
 def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostModel:
     llm, gpu = workload.llm, layout.training_gpu
     trainer, engine = gpu.measured, layout.generation_gpu.measured
     costs = CostModel(
-        train=train_cost(llm, gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed),
+        train=layout.train_cost(llm, workload.algorithm, assumed),
         publish_s=gather_s(llm, gpu, layout.training_gpus, layout.ranks, assumed),
         transfer_s=layout.transfer_s(llm, assumed),
         load_s=engine.load_s if engine is not None else assumed.load_s,
         checkpoint_s=save_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed),
         scoring_s=SCORING_S if trainer is not None else assumed.scoring_s,
+        drafts=layout.drafting(assumed),
         noise=0.0 if trainer is not None else assumed.noise,
         heartbeat_s=HEARTBEAT_S,
     )
@@ -208,10 +240,8 @@ def bound(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) ->
     lengths = [float(length) for samples in workload.lengths.lengths for length in samples]
     prompt_tokens = fmean(workload.lengths.questions)
     per_batch = workload.batch * workload.group_size / len(lengths)
-    decode = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel, assumed)
-    train = train_cost(
-        workload.llm, layout.training_gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed
-    )
+    decode = layout.decode_cost(workload.llm, assumed)
+    train = layout.train_cost(workload.llm, workload.algorithm, assumed)
     question_tokens = prompt_tokens * len(lengths) / workload.group_size  # a group computes its prompt once
     response_tokens, tokens = sum(lengths), sum(lengths) + question_tokens
     squares = sum((length + prompt_tokens) ** 2 for length in lengths)
@@ -219,10 +249,16 @@ def bound(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) ->
     # instance-seconds of all samples' decode steps at the largest batch that memory and slots allow
     context = sum(length * prompt_tokens + length * length / 2 for length in lengths)
     batch = min(float(layout.slots), decode.kv_capacity_tokens / (context / response_tokens))
-    token_s = decode.fixed_s / batch + max(decode.weights_s / batch, decode.gemm_sample_s) + decode.sample_s
-    decode_s = response_tokens * token_s + context * decode.kv_token_s
+    drafts = layout.drafting(assumed)
+    depths = drafts.costs(decode) if drafts is not None else (decode,)
+
+    def work_at(cost: DecodeCost) -> float:
+        token_s = cost.fixed_s / batch + max(cost.weights_s / batch, cost.gemm_sample_s) + cost.sample_s
+        return response_tokens * token_s + context * cost.kv_token_s
+
+    decode_s = min(map(work_at, depths))
     return Bound(
         generation_s=per_batch * (decode_s + question_tokens * decode.prefill_token_s) / layout.instances,
         training_s=work_s + train.step_s(),
-        longest_s=decode.steps_s(1, prompt_tokens, max(lengths)),
+        longest_s=min(cost.steps_s(1, prompt_tokens, max(lengths)) for cost in depths),
     )

@@ -12,7 +12,9 @@ from transport.contracts.continuous_batching import (
     HEADROOM_TOKENS,
     ContinuousBatching,
     DecodeCost,
+    Drafts,
     Sample,
+    cheapest,
     finish_times,
 )
 from transport.contracts.messages import GroupPlan
@@ -206,3 +208,62 @@ def test_a_group_prefills_its_prompt_once():
     group.admit()
     assert alone.at_s == group.at_s == TIGHT.prefill_s(1000)
     assert math.isclose(group.context, 4000)
+
+
+# -- drafts
+
+
+def test_tokens_of_a_step_are_the_geometric_sum_and_depth_0_is_the_cost_itself():
+    cost = DecodeCost(fixed_s=0.002, weights_s=0.007, gemm_sample_s=3e-5, sample_s=1e-6, kv_token_s=2e-8)
+    drafts = Drafts(acceptance=0.5, max_tokens=3, draft_s=0.001)
+    plain, _, _, deep = drafts.costs(cost)
+    assert plain is cost
+    assert drafts.tokens_a_step(3) == 1.875
+    assert deep.step_s(2, 100) == pytest.approx(
+        (0.003 + max(0.007, 2 * 4 * 3e-5) + 2 * 4 * 1e-6 + 100 * 2e-8) / 1.875
+    ), "verification reads the keys and values once"
+
+
+def test_drafts_are_deep_in_small_batches_and_off_where_they_lose():
+    cost = DecodeCost(fixed_s=0.002, weights_s=0.007, gemm_sample_s=3e-5)
+    costs = Drafts(acceptance=0.55, max_tokens=8, draft_s=0.0002).costs(cost)
+    depths = [costs.index(cheapest(costs, batch, 0)) for batch in (1, 32, 64, 128, 1000)]
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] == 8
+    assert depths[-1] == 0
+    for batch in (1, 64, 1000):
+        assert cheapest(costs, batch, 0).step_s(batch, 0) <= cost.step_s(batch, 0)
+
+
+@pytest.mark.parametrize(("acceptance", "gain"), [(0.0, 1.0), (1.0, 9.0)])
+def test_acceptance_of_0_drafts_nothing_and_of_1_all(acceptance, gain):
+    cost = DecodeCost(fixed_s=0.01)
+    chosen = cheapest(Drafts(acceptance=acceptance).costs(cost), 1, 0)
+    assert cost.step_s(1, 0) / chosen.step_s(1, 0) == pytest.approx(gain)
+
+
+@pytest.mark.parametrize("wrong", [{"acceptance": 1.1}, {"acceptance": -0.1}, {"acceptance": 0.5, "max_tokens": -1}])
+def test_drafts_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="acceptance <= 1"):
+        Drafts(**wrong)
+
+
+def test_a_batch_with_drafts_ends_sooner_and_gives_every_token():
+    cost = DecodeCost(fixed_s=0.002, weights_s=0.007, gemm_sample_s=3e-5, prefill_token_s=1e-5)
+
+    def run(drafted):
+        batching = ContinuousBatching(cost, 8)
+        batching.drafted = drafted
+        for place, length in enumerate((5, 50, 400)):
+            batching.submit(sample(place, length, prompt_tokens=10))
+        ended = []
+        while not batching.idle:
+            batching.admit()
+            steps = batching.next_steps()
+            ended += batching.advance(steps, batching.boundary_s(steps))
+        assert [sample.generated for sample in ended] == [5, 50, 400]
+        return batching.at_s
+
+    plain = run(())
+    assert run(Drafts(acceptance=0.0).costs(cost)) == plain
+    assert plain / run(Drafts(acceptance=0.55).costs(cost)) > 1.8

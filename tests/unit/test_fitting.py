@@ -13,7 +13,6 @@ from orchestrator.config.load import resolve
 from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import (
-    ROUND_SHARE,
     fit,
     fit_decode,
     fit_train,
@@ -21,7 +20,7 @@ from orchestrator.planning.profiles import (
     held_out_train_errors,
     read_profile,
 )
-from orchestrator.sim.costs import TrainCost
+from orchestrator.sim.costs import ROUND_SHARE, TrainCost
 from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
 
 TRUE = DecodeCost(fixed_s=0.004, weights_s=0.02, gemm_sample_s=0.00125, sample_s=0.0002, kv_token_s=1e-6)

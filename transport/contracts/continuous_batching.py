@@ -90,6 +90,51 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.fixed_s + max(self.weights_s, tokens * self.prefill_token_s)
 
 
+class Drafts(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding: tokens are drafted on the host and verified together, so a step may give several.
+
+    acceptance: chance that a drafted token is the one that is sampled, each by itself, in [0, 1].  max_tokens: drafted
+    a step at most.  draft_s: of drafting for one step.
+    Source: Leviathan et al. 2023 for the tokens a step. Optimistic: acceptance is constant, and verification reads the
+    keys and values once.
+    """
+
+    acceptance: float
+    max_tokens: int = 8
+    draft_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.acceptance <= 1 or self.max_tokens < 0 or self.draft_s < 0:
+            raise ValueError(
+                f"need 0 <= acceptance <= 1, max_tokens >= 0 and draft_s >= 0, got {self.acceptance}, "
+                f"{self.max_tokens} and {self.draft_s}"
+            )
+
+    def tokens_a_step(self, depth: int) -> float:
+        """Expected: 1 + a + a^2 + ... + a^depth."""
+        return sum(self.acceptance**place for place in range(depth + 1))
+
+    def costs(self, cost: DecodeCost) -> tuple[DecodeCost, ...]:
+        """[max_tokens + 1] what one token of every sample takes, by the tokens that are drafted a step; 0: ``cost``."""
+        return (cost, *(self._cost(cost, depth) for depth in range(1, self.max_tokens + 1)))
+
+    def _cost(self, cost: DecodeCost, depth: int) -> DecodeCost:
+        a_token = 1 / self.tokens_a_step(depth)
+        return msgspec.structs.replace(
+            cost,
+            fixed_s=(cost.fixed_s + self.draft_s) * a_token,
+            weights_s=cost.weights_s * a_token,
+            gemm_sample_s=cost.gemm_sample_s * (depth + 1) * a_token,
+            sample_s=cost.sample_s * (depth + 1) * a_token,
+            kv_token_s=cost.kv_token_s * a_token,
+        )
+
+
+def cheapest(costs: Sequence[DecodeCost], batch: float, context_tokens: float) -> DecodeCost:
+    """The cost of the depth at which a token takes least; of equal ones the fewest drafts. Off where drafts lose."""
+    return min(costs, key=lambda cost: cost.step_s(batch, context_tokens))
+
+
 class Request(Protocol):
     """What asks for samples: a ``GroupPlan`` of the simulator, a ``GenerationRequest`` of an engine. priority: higher
     is admitted first."""
@@ -128,7 +173,9 @@ class ContinuousBatching(Generic[R]):
     """One instance.
 
     running: (end step, order, sample).  waiting: (-priority, order, sample).  weights: (first step, weights) of each
-    version served.  prefilled: running samples of each group; they share one prefill of their prompt.
+    version served.  drafted: costs by depth of drafts, of which the cheapest for what runs is taken at every change;
+    empty: nothing is drafted, and ``cost`` holds.  prefilled: running samples of each group; they share one prefill of
+    their prompt.
     """
 
     cost: DecodeCost
@@ -141,6 +188,7 @@ class ContinuousBatching(Generic[R]):
     waiting: list[tuple[float, int, Sample[R]]] = field(default_factory=list[tuple[float, int, Sample[R]]])
     weights: list[tuple[int, WeightIdentity]] = field(default_factory=list[tuple[int, WeightIdentity]])
     prefilled: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
+    drafted: Sequence[DecodeCost] = ()
     num_submitted: int = 0
     num_retracted: int = 0
 
@@ -222,7 +270,9 @@ class ContinuousBatching(Generic[R]):
                 break
             _, order, sample = heapq.heappop(self.waiting)
             prefill += self._start(sample, order)
-        self.at_s += self.cost.prefill_s(prefill)
+        self.at_s += (self.drafted[0] if self.drafted else self.cost).prefill_s(prefill)
+        if self.drafted:
+            self.cost = cheapest(self.drafted, len(self.running), self._read_tokens())
 
     def remove(self, wanted: Callable[[R], bool]) -> list[Sample[R]]:
         """Stop the samples of these requests, running or waiting, and return them."""
