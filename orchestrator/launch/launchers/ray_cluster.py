@@ -30,7 +30,7 @@ from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 from transport.errors import TransientError
-from transport.process.programs import ending_signals, ending_with_this_process
+from transport.process.programs import ending_with_this_process
 
 log = structlog.get_logger(__name__)
 
@@ -106,12 +106,11 @@ class RayLauncher:
         import ray
 
         address = self._settings.launcher.place
-        handlers = {number: signal.getsignal(number) for number in ending_signals()}
         own: dict[str, Any] = {}
         if not address:  # on one machine processes share its cores, as under the local launcher
             num_cpus = max(os.cpu_count() or 1, self._most * self._settings.launcher.cpus)
             own = {"num_cpus": num_cpus, "include_dashboard": False}
-        connecting = asyncio.to_thread(
+        connecting = asyncio.to_thread(  # in a thread: in the first one Ray takes SIGTERM, which is ours
             ray.init,
             address=address or "local",
             namespace=f"streamrl-{self._settings.run.name}",
@@ -125,10 +124,6 @@ class RayLauncher:
         except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
             where = f"no cluster of Ray answers at {address}" if address else "Ray does not start here"
             raise ConfigError(f"launcher.place: {where}: {error}", key="launcher.place") from error
-        finally:
-            for number, handler in handlers.items():  # Ray takes SIGTERM for its driver, which is ours
-                if threading.current_thread() is threading.main_thread() and callable(handler):
-                    signal.signal(number, handler)
         self._check_total(ray.cluster_resources())
 
     def _check_total(self, total: Mapping[str, float]) -> None:
