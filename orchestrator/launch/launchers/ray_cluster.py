@@ -34,8 +34,10 @@ from transport.process.programs import ending_with_this_process
 
 log = structlog.get_logger(__name__)
 
-CONNECT_S = 60.0
-"""For a cluster to answer; Ray's own start on a busy machine takes 10 to 20 s."""
+CONNECT_S = 180.0
+"""For a cluster to answer; Ray starts eight processes, which take minutes on a machine that is very busy."""
+PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "180", "RAY_raylet_start_wait_time_s": "180"}
+"""Of Ray's own settings, unless its user chose: after 60 s without its head Ray ends the whole program."""
 READ_S = 2.0
 MAX_READ_BYTES = 65_536
 
@@ -103,6 +105,8 @@ class RayLauncher:
         self._started: dict[str, RayProcess] = {}
 
     async def open(self, *, resume: bool) -> None:
+        for variable, value in PATIENCE.items():  # Ray reads them when it is imported
+            os.environ.setdefault(variable, value)
         import ray
 
         address = self._settings.launcher.place
