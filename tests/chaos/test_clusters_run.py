@@ -47,7 +47,7 @@ SLURM = ("launcher.kind=slurm", "launcher.address=127.0.0.1")
 @pytest.mark.usefixtures("slurm")
 def test_a_job_is_cancelled_and_a_node_taken_down_and_every_batch_is_trained_once(tmp_path: Path):
     with LiveRun(tmp_path, *EMULATED, *QUICK, *SLURM, "run.batches=30", "generation.workers=2") as run:
-        run.wait_for_batch(2)
+        run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
         _slurm("scancel", "--me", "--name=streamrl/tiny/generate-0")
         run.wait_until(lambda: "generate-0 ended" in run.output, "the end of a cancelled worker")
         seen = len(run.metrics())

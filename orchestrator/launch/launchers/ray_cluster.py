@@ -127,7 +127,8 @@ class RayLauncher:
                 await connecting
         except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
             where = f"no cluster of Ray answers at {address}" if address else "Ray does not start here"
-            raise ConfigError(f"launcher.place: {where}: {error}", key="launcher.place") from error
+            why = str(error) or f"nothing was heard for {CONNECT_S:.0f} s"
+            raise ConfigError(f"launcher.place: {where}: {why}", key="launcher.place") from error
         self._check_total(ray.cluster_resources())
 
     def _check_total(self, total: Mapping[str, float]) -> None:
