@@ -22,7 +22,7 @@ END_S = 600.0
 
 @pytest.fixture
 def slurm() -> None:
-    if why := why_noask_slurm():
+    if why := why_no_slurm():
         pytest.skip(why)
 
 
