@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.test_elastic_run import ELASTIC
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 from tests.fakes.ray_nodes import ray_nodes
-from tests.fakes.slurm_nodes import ask_slurm
+from tests.fakes.slurm_nodes import ask_slurm, why_no_slurm
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
