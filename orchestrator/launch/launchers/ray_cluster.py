@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -109,6 +110,7 @@ class RayLauncher:
             os.environ.setdefault(variable, value)
         import ray
 
+        logging.getLogger("ray").setLevel(logging.ERROR)  # what else it has to say is not about the run
         address = self._settings.launcher.place
         own: dict[str, Any] = {}
         if not address:  # on one machine processes share its cores, as under the local launcher
