@@ -152,7 +152,7 @@ class RayLauncher:
         options |= {"memory": ask.memory_mib * 2**20} if ask.memory_mib else {}
         group = None
         if spec.ranks > 1:
-            bundle: dict[str, float] = {"CPU": ask.cpus} | ({"GPU": ask.gpus} if ask.gpus else {})
+            bundle = {"CPU": float(ask.cpus)} | ({"GPU": float(ask.gpus)} if ask.gpus else {})
             group = ray.util.placement_group([bundle] * spec.ranks, strategy="PACK")
         together = {"STREAMRL_RANKS": os.urandom(8).hex()} if spec.ranks > 1 else {}
         make, actors = ray.remote(Host), []
