@@ -32,10 +32,10 @@ from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher
 from orchestrator.launch.launchers.local import LocalLauncher
 from orchestrator.launch.launchers.slurm import SlurmLauncher
 from orchestrator.launch.processes import Children
-from tests.chaos.test_clusters_run import why_no_slurm
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 from tests.fakes.ray_nodes import ray_nodes
+from tests.fakes.slurm_nodes import why_no_slurm
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 

@@ -6,8 +6,6 @@ Slurm: whichever ``sinfo`` reaches, with two nodes or more of this host. Ray: ra
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,24 +13,11 @@ import pytest
 from tests.chaos.test_elastic_run import ELASTIC
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 from tests.fakes.ray_nodes import ray_nodes
+from tests.fakes.slurm_nodes import ask_slurm, why_no_slurm
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 END_S = 600.0
-
-
-def _slurm(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
-
-
-def why_no_slurm() -> str:
-    if not shutil.which("sinfo"):
-        return "there is no Slurm on this machine"
-    try:
-        nodes = _slurm("sinfo", "-h", "-N", "-t", "idle,mixed,allocated", "-o", "%N").split()
-    except (subprocess.SubprocessError, OSError) as error:
-        return f"no Slurm answers: {error}"
-    return "" if len(set(nodes)) > 1 else f"Slurm has {len(set(nodes))} nodes, two are needed"
 
 
 @pytest.fixture
@@ -47,21 +32,23 @@ SLURM = ("launcher.kind=slurm", "launcher.address=127.0.0.1")
 @pytest.mark.usefixtures("slurm")
 def test_a_job_is_cancelled_and_a_node_taken_down_and_every_batch_is_trained_once(tmp_path: Path):
     with LiveRun(tmp_path, *EMULATED, *QUICK, *SLURM, "run.batches=30", "generation.workers=2") as run:
-        run.wait_for_batch(2)
-        _slurm("scancel", "--me", "--name=streamrl/tiny/generate-0")
+        run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
+        ask_slurm("scancel", "--me", "--name=streamrl/tiny/generate-0")
         run.wait_until(lambda: "generate-0 ended" in run.output, "the end of a cancelled worker")
         seen = len(run.metrics())
         run.wait_for_batch(seen + 2)
-        node = _slurm("squeue", "-h", "--me", "--name=streamrl/tiny/generate-1", "-t", "RUNNING", "-o", "%N").split()[0]
-        _slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=a test")
+        node = ask_slurm(
+            "squeue", "-h", "--me", "--name=streamrl/tiny/generate-1", "-t", "RUNNING", "-o", "%N"
+        ).split()[0]
+        ask_slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=a test")
         try:
             run.wait_until(lambda: "generate-1 ended" in run.output, "the loss of a node")
             assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
         finally:
-            _slurm("scontrol", "update", f"nodename={node}", "state=resume")
+            ask_slurm("scontrol", "update", f"nodename={node}", "state=resume")
         assert run.audit().returncode == 0
         assert len(run.metrics()) == 30
-        assert not _slurm("squeue", "-h", "--me", "-o", "%j").count("streamrl/tiny/")
+        assert not ask_slurm("squeue", "-h", "--me", "-o", "%j").count("streamrl/tiny/")
 
 
 @pytest.mark.usefixtures("slurm")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from orchestrator.launch.launchers.ray_cluster import PATIENCE
 from tests.fakes.command_line import environment
 
 NODES, CPUS, GPUS = 3, 4, 2
@@ -45,7 +46,7 @@ def ray_nodes(directory: Path) -> Iterator[RayNodes]:
             stderr=errors,
             text=True,
             cwd=directory,
-            env=environment(),
+            env=environment(PATIENCE),
             start_new_session=True,
         )
     try:

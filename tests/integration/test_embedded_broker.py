@@ -55,6 +55,25 @@ async def test_start_use_stop_start(server: EmbeddedServer) -> None:
     await broker.close()
 
 
+async def test_it_listens_for_workers_of_other_hosts_where_its_user_names_an_address(tmp_path: Path) -> None:
+    """With its password alone; on the same port after it died, because workers know that."""
+    server = EmbeddedServer(tmp_path / "broker", listen="127.0.0.1")
+    await server.start()
+    try:
+        for _ in range(2):
+            far = await connect(BrokerSettings(outage_s=20.0), RUN, url=server.network_url, password=server.password)
+            await far.put_meta("settings", b"\x80")
+            await far.close()
+            await server.kill()
+            await server.start()
+        with pytest.raises(BrokerRejectedError, match="password"):
+            await connect(BrokerSettings(outage_s=5.0), RUN, url=server.network_url, password="wrong")
+    finally:
+        await server.stop()
+    with pytest.raises(BrokerRejectedError, match=r"launcher\.address: 203\.0\.113\.9 is no address of this host"):
+        EmbeddedServer(tmp_path / "other", listen="203.0.113.9")
+
+
 async def test_only_the_owner_reads_its_secrets(server: EmbeddedServer, tmp_path: Path) -> None:
     await server.start()
     directory = tmp_path / "broker"

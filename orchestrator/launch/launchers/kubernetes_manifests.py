@@ -99,7 +99,7 @@ def worker_manifest(settings: Settings, spec: ProcessSpec, start: str) -> Manife
 
 def _pod(settings: Settings, spec: ProcessSpec, more: Mapping[str, str]) -> Manifest:
     env = {key: value for key, value in spec.env.items() if key not in SECRET_KEYS} | {**more}
-    variables = [{"name": key, "value": value} for key, value in env.items()]
+    variables: list[Manifest] = [{"name": key, "value": value} for key, value in env.items()]
     if spec.ranks > 1:
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         variables.append({"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}})

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -30,12 +31,14 @@ from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 from transport.errors import TransientError
-from transport.process.programs import ending_signals, ending_with_this_process
+from transport.process.programs import ending_with_this_process
 
 log = structlog.get_logger(__name__)
 
-CONNECT_S = 60.0
-"""For a cluster to answer; Ray's own start on a busy machine takes 10 to 20 s."""
+CONNECT_S = 180.0
+"""For a cluster to answer; Ray starts eight processes, which take minutes on a machine that is very busy."""
+PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "180", "RAY_raylet_start_wait_time_s": "180"}
+"""Of Ray's own settings, unless its user chose: after 60 s without its head Ray ends the whole program."""
 READ_S = 2.0
 MAX_READ_BYTES = 65_536
 
@@ -103,15 +106,17 @@ class RayLauncher:
         self._started: dict[str, RayProcess] = {}
 
     async def open(self, *, resume: bool) -> None:
+        for variable, value in PATIENCE.items():  # Ray reads them when it is imported
+            os.environ.setdefault(variable, value)
         import ray
 
+        logging.getLogger("ray").setLevel(logging.ERROR)  # what else it has to say is not about the run
         address = self._settings.launcher.place
-        handlers = {number: signal.getsignal(number) for number in ending_signals()}
         own: dict[str, Any] = {}
         if not address:  # on one machine processes share its cores, as under the local launcher
             num_cpus = max(os.cpu_count() or 1, self._most * self._settings.launcher.cpus)
             own = {"num_cpus": num_cpus, "include_dashboard": False}
-        connecting = asyncio.to_thread(
+        connecting = asyncio.to_thread(  # in a thread: in the first one Ray takes SIGTERM, which is ours
             ray.init,
             address=address or "local",
             namespace=f"streamrl-{self._settings.run.name}",
@@ -124,11 +129,8 @@ class RayLauncher:
                 await connecting
         except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
             where = f"no cluster of Ray answers at {address}" if address else "Ray does not start here"
-            raise ConfigError(f"launcher.place: {where}: {error}", key="launcher.place") from error
-        finally:
-            for number, handler in handlers.items():  # Ray takes SIGTERM for its driver, which is ours
-                if threading.current_thread() is threading.main_thread() and callable(handler):
-                    signal.signal(number, handler)
+            why = str(error) or f"nothing was heard for {CONNECT_S:.0f} s"
+            raise ConfigError(f"launcher.place: {where}: {why}", key="launcher.place") from error
         self._check_total(ray.cluster_resources())
 
     def _check_total(self, total: Mapping[str, float]) -> None:
@@ -150,7 +152,7 @@ class RayLauncher:
         options |= {"memory": ask.memory_mib * 2**20} if ask.memory_mib else {}
         group = None
         if spec.ranks > 1:
-            bundle: dict[str, float] = {"CPU": ask.cpus} | ({"GPU": ask.gpus} if ask.gpus else {})
+            bundle = {"CPU": float(ask.cpus)} | ({"GPU": float(ask.gpus)} if ask.gpus else {})
             group = ray.util.placement_group([bundle] * spec.ranks, strategy="PACK")
         together = {"STREAMRL_RANKS": os.urandom(8).hex()} if spec.ranks > 1 else {}
         make, actors = ray.remote(Host), []
