@@ -9,7 +9,8 @@ import socket
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-from transport.contracts.settings import ApiSettings
+from transport.contracts.settings import ApiSettings, EndpointSettings
+from transport.contracts.types import natural_order
 from transport.process.http import is_loopback, listen, listen_again, write_address
 from transport.process.secret import SHARED_SECRET
 

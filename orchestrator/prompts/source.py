@@ -346,8 +346,8 @@ class PromptEncoder:
     """Questions to texts to ids, with the model's chat template and tokenizer. May be used from several threads."""
 
     def __init__(self, tokenizer: Any, data: DataSettings, *, opening_alone: bool = False) -> None:
-        """tokenizer: of transformers.  data: chat_template, system.  opening_alone: the prompt's first token is all that
-        is sure to be common to the samples of its group, because agents write the messages.
+        """tokenizer: of transformers.  data: chat_template, system.  opening_alone: the ids end with the prompt's first
+        token: agents write the messages, and no more is sure to be common to the samples of a group.
         """
         self._opening_alone = opening_alone
         self._tokenizer = ModelTokenizer(tokenizer)
