@@ -1,8 +1,8 @@
 """Of figure ``agents``: what the endpoint costs, and whether it encodes anything twice.
 
 Conversations, all of as many turns of as many tokens, are held with one embedded engine through the endpoint, by
-OpenAI's client over HTTP on this machine, with more of them at once than the engine has slots. Then the same turns, with the ids
-that the first ones had, are asked of the engine alone; each turn of a conversation when the one before has ended.
+OpenAI's client over HTTP on this machine, more of them at once than the engine has slots. Then the same turns, with the
+ids that the first ones had, are asked of the engine alone; each turn of a conversation when the one before has ended.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import openai
 
+AWAY_S = 60
 TOOLS = [
     {
         "type": "function",
@@ -62,12 +63,18 @@ def solve(work: dict) -> float:
 
 def work_on(run: Path, left: threading.Semaphore) -> None:
     base_url, key = endpoint_of(run)
+    heard_s = time.monotonic()
     with httpx.Client(base_url=base_url, headers={"authorization": f"Bearer {key}"}, timeout=60) as calls:
         while left.acquire(blocking=False):
             try:
                 lease = calls.post("/sessions", json={"wait_s": 20})
-            except httpx.TransportError:
-                return  # the run has ended
+            except httpx.TransportError:  # its worker starts again, or the run has ended
+                if time.monotonic() - heard_s > AWAY_S:
+                    return
+                left.release()
+                time.sleep(1)
+                continue
+            heard_s = time.monotonic()
             if lease.status_code == 429:  # no sample is wanted now
                 left.release()
                 continue
@@ -76,11 +83,11 @@ def work_on(run: Path, left: threading.Semaphore) -> None:
             try:
                 reward = solve(work)
                 calls.post(f"{url}/end", json={"reward": reward}).raise_for_status()
-            except openai.APIStatusError as error:
+            except openai.BadRequestError as error:
                 print(error)
-                if error.status_code == 410:  # the run wants this sample no more
-                    continue
                 calls.post(f"{url}/fail", json={"reason": str(error)[:500]})  # another agent gets it
+            except (openai.APIError, httpx.HTTPError) as error:
+                print(error)  # its worker died, or the run does not want this sample any more
             else:
                 print(f"{work['group']}/{work['sample']} {reward:.0f}", flush=True)
 
