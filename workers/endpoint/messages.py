@@ -185,7 +185,7 @@ class ChatRequest(Request, frozen=True, kw_only=True):
 class CompletionRequest(Request, frozen=True, kw_only=True):
     """Body of ``POST /v1/completions``. prompt: a text, or token ids."""
 
-    prompt: str | list[int] | list[str]
+    prompt: str | list[int | str]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -197,7 +197,7 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
 
     def check(self) -> None:
         Request.check(self)
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str) and len(self.prompt) > 1:
+        if isinstance(self.prompt, list) and any(isinstance(one, str) for one in self.prompt) and len(self.prompt) > 1:
             raise refused("prompt must be one text, or one list of token ids", param="prompt")
         if self.logprobs:
             raise refused("logprobs must be 0: engines report the sampled token alone", param="logprobs")
@@ -210,11 +210,9 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
     @property
     def text_or_ids(self) -> str | list[int]:
         prompt = self.prompt
-        if isinstance(prompt, str):
-            return prompt
-        if prompt and isinstance(prompt[0], str):
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             return prompt[0]
-        return [one for one in prompt if isinstance(one, int)]
+        return prompt if isinstance(prompt, str) else [one for one in prompt if isinstance(one, int)]
 
 
 def refused(reason: str, *, param: str = "", status: int = 400, code: str = "invalid_request") -> EndpointRefusedError:
