@@ -136,11 +136,20 @@ def _broken_of_endpoint(s: Settings) -> Iterator[tuple[str, str]]:
     if s.trainer.engine == "none":
         yield "endpoint.enabled trainer.engine", 'needs a trainer; a service (trainer.engine "none") has /generate'
     if s.environment.name:
-        yield "endpoint.enabled environment.name", "a sample talks to an agent or to an environment, not to both"
+        yield (
+            "endpoint.enabled environment.name",
+            "must be false with environment.name: a sample talks to an agent or to an environment",
+        )
     if s.data.response_column:
-        yield "endpoint.enabled data.response_column", "a response that is given is no conversation"
+        yield (
+            "endpoint.enabled data.response_column",
+            "must be false with data.response_column: what is given is no conversation",
+        )
     if s.generation.lengths:
-        yield "endpoint.enabled generation.lengths", "an agent decides how long its conversation is"
+        yield (
+            "endpoint.enabled generation.lengths",
+            "must be false with generation.lengths: an agent decides how much is said",
+        )
     if s.endpoint.max_turn_tokens > s.sampling.max_new_tokens:
         yield (
             "endpoint.max_turn_tokens sampling.max_new_tokens",
