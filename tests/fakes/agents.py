@@ -15,10 +15,12 @@ import msgspec
 import numpy as np
 
 from tests.fakes.manual_clock import ManualClock
+from transport.broker.base import Broker
 from transport.contracts.settings import EndpointSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity, group_id
 from workers.endpoint.engine import SessionEngine
 from workers.endpoint.http import EndpointServer
+from workers.endpoint.prompts import BrokerPrompts
 from workers.environments.encoder import ObservationEncoder
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
@@ -183,9 +185,13 @@ class Endpoint:
 
 @asynccontextmanager
 async def endpoint(
-    directory: Path, *answers: str, settings: EndpointSettings | None = None, max_context: int = 4000
+    directory: Path,
+    *answers: str,
+    settings: EndpointSettings | None = None,
+    max_context: int = 4000,
+    broker: Broker | None = None,
 ) -> AsyncIterator[Endpoint]:
-    """The endpoint on a free port of this machine."""
+    """The endpoint on a free port of this machine. broker: keeps own prompts, of groups of two."""
     tokenizer, clock = ascii_tokenizer(), ManualClock()
     inner = ScriptedEngine(tokenizer, *answers, max_context=max_context)
     sampling = SamplingParams(max_new_tokens=100)
@@ -196,6 +202,8 @@ async def endpoint(
         clock,
         model=MODEL,
         sampling=sampling,
+        group_size=2,
+        prompts=BrokerPrompts(broker) if broker else None,
     )
     engine.listener = server = EndpointServer(
         engine,

@@ -13,8 +13,10 @@ import openai
 import pytest
 
 from tests.fakes.agents import END, GROUP, KEY, MODEL, START, Endpoint, endpoint, text_of
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_server import MemoryServer
 from transport.contracts.settings import EndpointSettings
-from transport.contracts.types import FinishReason, SegmentKind, WeightIdentity, evaluation_id
+from transport.contracts.types import FinishReason, RunName, SegmentKind, WeightIdentity, evaluation_id, group_id
 from transport.rows.columns import loss_mask
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure
 
@@ -387,3 +389,25 @@ async def test_an_engine_that_fails_is_no_answer_and_no_sample(tmp_path: Path) -
                 [chunk async for chunk in await say(agent, [HELLO], stream=True)]
             served.inner.failure = ""
             assert (await say(agent, [HELLO])).choices[0].message.content == "ok"
+
+
+async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: Path) -> None:
+    broker = MemoryBroker(MemoryServer(), RunName("tiny"))
+    own = {"id": "mine-1", "question": "2+2", "answer": "4"}
+    async with endpoint(tmp_path, broker=broker) as served:
+        served.offer(0, 1)
+        served.offer(0, 1, group=group_id(3, 2))
+        first = await served.lease(prompt=own, wait_s=30.0)
+        assert (first["group"], first["prompt_id"], first["question"], first["answer"]) == (GROUP, "mine-1", "2+2", "4")
+        assert (await served.lease())["group"] == "3/2", "the group of another's prompt comes last"
+        second = await served.lease(prompt=own)
+        assert (second["group"], second["sample"]) == (GROUP, 1)
+        none = await served.run.post("/sessions", json={"prompt": own, "wait_s": 0})
+        assert none.status_code == 429, "what is left of 3/2 answers the row's question"
+        async with client(first) as agent:
+            await say(agent, [HELLO])
+        assert "needs a reward of yours" in (await served.run.post(f"/sessions/{first['id']}/end")).text
+        assert (await sealed(served, first, 1.0)).reward == 1.0
+    async with endpoint(tmp_path, broker=broker) as again:
+        again.offer(1, attempt=1)
+        assert (await again.lease(wait_s=30.0))["prompt_id"] == "mine-1", "the sample that is missing has its prompt"

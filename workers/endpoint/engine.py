@@ -31,7 +31,7 @@ from transport.errors import first_error
 from transport.process.clock import Clock
 from workers.endpoint.conversation import Conversation, Exchange
 from workers.endpoint.messages import Answer, ChatRequest, CompletionRequest, Request, digest, find_tool_calls, refused
-from workers.endpoint.sessions import SESSION_ENDED, End, Session, Sessions
+from workers.endpoint.sessions import SESSION_ENDED, End, OwnPrompt, Session, Sessions
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.transcript import LATER_TURN_PRIORITY, turn_seed
 from workers.errors import EndpointRefusedError, ModelError
@@ -69,10 +69,18 @@ class Listener(Protocol):
     async def close(self) -> None: ...
 
 
+class PromptStore(Protocol):
+    """Where the own prompts of agents outlive a worker: a group that is generated again has the same one."""
+
+    async def load(self, group_id: GroupId) -> OwnPrompt | None: ...
+    async def keep(self, group_id: GroupId, prompt: OwnPrompt) -> None: ...
+
+
 class SessionEngine:
     """A GenerationEngine (engine.py of generation). inner: generates the turns.
 
-    model: the name that requests must give, "*" for any.  sampling: of requests outside of sessions.
+    model: the name that requests must give, "*" for any.  sampling: of requests outside of sessions.  group_size: of
+    the run.  prompts: where own prompts of agents are kept; None: there are none.
     """
 
     def __init__(
@@ -84,8 +92,14 @@ class SessionEngine:
         *,
         model: str,
         sampling: SamplingParams,
+        group_size: int = 1,
+        prompts: PromptStore | None = None,
     ) -> None:
-        self.sessions = Sessions(settings)
+        self.sessions = Sessions(settings, group_size=group_size)
+        self._prompts = prompts
+        self._tasks: asyncio.TaskGroup | None = None
+        self._looked_up: dict[tuple[GroupId, int], GenerationRequest] = {}
+        self._binding = asyncio.Lock()
         self.listener: Listener | None = None
         self.model = model
         self._inner = inner
@@ -116,6 +130,7 @@ class SessionEngine:
         """Take turns from the inner engine, and look after sessions, until it is closed. Raises what ends it."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
                 tasks.create_task(self._take_turns(), name="turns")
                 tasks.create_task(self._end_lapsed(), name="lapses")
         except BaseExceptionGroup as failures:
@@ -139,13 +154,29 @@ class SessionEngine:
         if reason := request.why_impossible(max_context=self._info.max_context, vocab_size=2**31):
             self._results.put(request.failure(request.samples, reason, retryable=False))
             return
-        self.sessions.offer(request)
+        if self._prompts is None or self._tasks is None:
+            self._offer(request)
+        else:
+            self._looked_up[request.key] = request
+            self._tasks.create_task(self._look_up(request, self._prompts), name=f"prompt {request.group_id}")
+
+    def _offer(self, request: GenerationRequest, own: OwnPrompt | None = None) -> None:
+        self.sessions.offer(request, own)
         self._offered.set()
+
+    async def _look_up(self, request: GenerationRequest, prompts: PromptStore) -> None:
+        """Whether an agent brought the prompt of a group, before anyone else gets it."""
+        own = await prompts.load(request.group_id)
+        if self._looked_up.pop(request.key, None) is not None:  # it was not aborted meanwhile
+            self._offer(request, own)
 
     async def results(self) -> list[Result]:
         return await self._results.take()
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
+        for key in [one for one in self._looked_up if one in groups]:
+            request = self._looked_up.pop(key)
+            self._results.put(request.failure(request.samples, ABORTED_UNSTARTED))
         seats, sessions = self.sessions.withdraw(groups)
         for seat in seats:
             self._results.put(seat.request.failure((seat.sample,), ABORTED_UNSTARTED))
@@ -170,7 +201,9 @@ class SessionEngine:
         load = self._inner.load()
         thinking = sum(not session.turns for session in self.sessions.open.values())
         capacity = (load.capacity or self._info.capacity) + min(thinking, self._info.capacity)
-        return replace(load, waiting=load.waiting + thinking + len(self.sessions.seats), capacity=capacity)
+        return replace(
+            load, waiting=load.waiting + thinking + len(self.sessions.seats) + len(self._looked_up), capacity=capacity
+        )
 
     async def close(self) -> None:
         try:
@@ -184,20 +217,37 @@ class SessionEngine:
 
     # -- sessions
 
-    async def lease(self, *, group: str = "", wait_s: float | None = None) -> Session:
-        """A sample to work on. Raises EndpointRefusedError: none came within ``wait_s`` (at most endpoint.wait_s)."""
+    async def lease(self, *, group: str = "", prompt: OwnPrompt | None = None, wait_s: float | None = None) -> Session:
+        """A sample to work on. prompt: the agent's own, whose group it is to be of.
+
+        Raises EndpointRefusedError: none came within ``wait_s`` (at most endpoint.wait_s).
+        """
         most = self._settings.wait_s
         try:
             async with asyncio.timeout(most if wait_s is None else min(wait_s, most)):
                 while True:
-                    if (session := self.sessions.lease(self._clock.now_s(), group)) is not None:
-                        return session
                     self._offered.clear()
+                    if (session := await self._next(group, prompt)) is not None:
+                        return session
                     await self._offered.wait()
         except TimeoutError:
             what = f"no sample of group {group}" if group else "no sample"
             why = "the run has given out all that it wants now"
             raise EndpointRefusedError(429, "no_sample", f"{what} waits for an agent: {why}; ask again") from None
+
+    async def _next(self, group: str, prompt: OwnPrompt | None) -> Session | None:
+        now_s = self._clock.now_s()
+        if prompt is None:
+            return self.sessions.lease(now_s, group)
+        if self._prompts is None:
+            raise refused("this run keeps no prompts of agents", param="prompt")
+        async with self._binding:  # or two requests with one prompt would take two groups
+            session = self.sessions.lease_own(now_s, prompt)
+            if session is None and (name := self.sessions.untouched_group()) is not None:
+                self.sessions.own_prompts[name] = prompt  # nobody else takes a seat of it for the row's question now
+                await self._prompts.keep(name, prompt)
+                session = self.sessions.lease_own(now_s, prompt)
+            return session
 
     def heard(self, session: Session) -> None:
         session.heard_s = self._clock.now_s()
@@ -221,6 +271,9 @@ class SessionEngine:
         if end is None:
             reason = "nothing was generated in the session: ask for an answer, or give it back (POST .../fail)"
             raise EndpointRefusedError(409, "empty_session", reason)
+        if session.reward is None and session.request.group_id in self.sessions.own_prompts:
+            reason = "a prompt of your own needs a reward of yours: the run's function knows the data's rows alone"
+            raise refused(reason, param="reward")
         made = session.conversation.transcript(end)
         reason = FinishReason.LENGTH if session.outgrown else end.turn.finish_reason
         completion = made.completion(session.request, session.seat.sample, reason, reward=session.reward)

@@ -53,7 +53,7 @@ from workers.endpoint.messages import (
     text_answer,
     text_chunks,
 )
-from workers.endpoint.sessions import End, Session
+from workers.endpoint.sessions import End, OwnPrompt, Session
 from workers.errors import EndpointRefusedError, EndpointSetupError
 
 log = structlog.get_logger(__name__)
@@ -71,9 +71,12 @@ T = TypeVar("T")
 
 
 class Lease(Struct, frozen=True, kw_only=True):
-    """Body of ``POST /v1/sessions``. group: only a sample of this one will do.  wait_s: instead of endpoint.wait_s."""
+    """Body of ``POST /v1/sessions``. group: only a sample of this one will do.  prompt: the agent's own, for a sample
+    of its group.  wait_s: instead of endpoint.wait_s.
+    """
 
     group: str = ""
+    prompt: OwnPrompt | None = None
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
 
 
@@ -235,13 +238,14 @@ class EndpointServer:
             self._owner(request)
             body = await request.body()
             asked = decode(body, Lease) if body else Lease()
-            leasing = self._engine.lease(group=asked.group, wait_s=asked.wait_s)
+            leasing = self._engine.lease(group=asked.group, prompt=asked.prompt, wait_s=asked.wait_s)
             return answer(self._work(await _while_connected(request, leasing)), 201)
         return response.made
 
     def _work(self, session: Session) -> dict[str, Any]:
         request = session.request
-        entry = msgspec.json.decode(request.entry or b"{}", type=Entry)
+        own = self._engine.sessions.own_prompts.get(request.group_id)
+        entry = own or msgspec.json.decode(request.entry or b"{}", type=Entry)
         root = self.base_url.removesuffix("/v1")
         return {
             "id": session.name,
@@ -253,7 +257,8 @@ class EndpointServer:
             "sample": session.seat.sample,
             "lease": session.seat.leases,
             "evaluation": is_evaluation(request.group_id),
-            "prompt": request.prompt_text,
+            "prompt": own.question if own else request.prompt_text,
+            "prompt_id": own.id if own else None,
             "question": entry.question,
             "answer": entry.answer,
             "metadata": entry.metadata,

@@ -13,9 +13,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 from transport.contracts.settings import EndpointSettings
-from transport.contracts.types import GroupId
+from transport.contracts.types import GroupId, Struct, is_evaluation
 from workers.endpoint.conversation import Conversation
 from workers.errors import EndpointRefusedError
 from workers.generation.engine import GenerationRequest
@@ -23,6 +26,18 @@ from workers.generation.engine import GenerationRequest
 REMEMBERED_ENDS = 4096
 """Sessions whose end a late agent is told; an older one's key is unknown."""
 SESSION_ENDED = "session_ended"
+
+
+class OwnPrompt(Struct, frozen=True, kw_only=True):
+    """A prompt that an agent brings: its samples are one group, whatever row of the data that was admitted with.
+
+    id: names it among those of its agent.
+    """
+
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    question: Annotated[str, msgspec.Meta(max_length=100_000)] = ""
+    answer: str | int | float | None = None
+    metadata: dict[str, str | int | float | bool | None] | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,21 +86,50 @@ class End:
 
 
 class Sessions:
-    def __init__(self, settings: EndpointSettings) -> None:
+    """group_size: of the run; only a group of which no sample was begun takes an agent's own prompt."""
+
+    def __init__(self, settings: EndpointSettings, *, group_size: int = 1) -> None:
         self._settings = settings
+        self._group_size = group_size
+        self.own_prompts: dict[GroupId, OwnPrompt] = {}
         self.seats: list[Seat] = []
         self.open: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._ends: dict[str, End] = {}  # by name and by key, the oldest first
 
-    def offer(self, request: GenerationRequest) -> None:
+    def offer(self, request: GenerationRequest, own: OwnPrompt | None = None) -> None:
+        """own: the prompt that an agent brought for its group."""
+        held = {seat.request.group_id for seat in (*self.seats, *(one.seat for one in self.open.values()))}
+        self.own_prompts = {name: prompt for name, prompt in self.own_prompts.items() if name in held}
+        if own is not None:
+            self.own_prompts[request.group_id] = own
         self.seats += [Seat(request=request, sample=sample) for sample in request.samples]
 
     def lease(self, now_s: float, group: str = "") -> Session | None:
-        """The next seat, None where there is none. group: only one of its seats will do."""
-        seat = next((one for one in self.seats if group in ("", one.request.group_id)), None)
-        if seat is None:
-            return None
+        """The next seat, None where there is none; those with an agent's own prompt after all others.
+
+        group: only one of its seats will do.
+        """
+        fitting = [one for one in self.seats if group in ("", one.request.group_id)]
+        seat = min(fitting, key=lambda one: one.request.group_id in self.own_prompts, default=None)
+        return None if seat is None else self._begin(seat, now_s)
+
+    def lease_own(self, now_s: float, prompt: OwnPrompt) -> Session | None:
+        """A seat of the group that this prompt has, else None."""
+        has_it = (one for one in self.seats if self.own_prompts.get(one.request.group_id) == prompt)
+        seat = next(has_it, None)
+        return None if seat is None else self._begin(seat, now_s)
+
+    def untouched_group(self) -> GroupId | None:
+        """One that may take an agent's own prompt: all of its samples are here, and none was ever leased."""
+        fresh: dict[GroupId, int] = {}
+        for seat in self.seats:
+            name = seat.request.group_id
+            if not seat.leases and name not in self.own_prompts and not is_evaluation(name):
+                fresh[name] = fresh.get(name, 0) + 1
+        return next((name for name, count in fresh.items() if count == self._group_size), None)
+
+    def _begin(self, seat: Seat, now_s: float) -> Session:
         self.seats.remove(seat)
         seat.leases += 1
         session = Session(
