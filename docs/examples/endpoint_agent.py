@@ -68,7 +68,10 @@ def work_on(run: Path, left: threading.Semaphore) -> None:
         while left.acquire(blocking=False):
             try:
                 lease = calls.post("/sessions", json={"wait_s": 20})
-            except httpx.TransportError:  # its worker starts again, or the run has ended
+                away = lease.status_code >= 500
+            except httpx.TransportError:
+                away = True
+            if away:  # its worker starts again, or the run has ended
                 if time.monotonic() - heard_s > AWAY_S:
                     return
                 left.release()

@@ -411,3 +411,14 @@ async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: 
     async with endpoint(tmp_path, broker=broker) as again:
         again.offer(1, attempt=1)
         assert (await again.lease(wait_s=30.0))["prompt_id"] == "mine-1", "the sample that is missing has its prompt"
+
+
+async def test_a_lease_that_waits_when_the_worker_ends_is_told_so(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, settings=EndpointSettings(wait_s=60.0)) as served:
+        waiting = asyncio.create_task(served.run.post("/sessions"))
+        async with asyncio.timeout(30):
+            while not (await served.run.get("/sessions")).json()["agents_waiting"]:
+                pass
+        await served.engine.close()
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "closing")

@@ -100,6 +100,9 @@ class SessionEngine:
         self._tasks: asyncio.TaskGroup | None = None
         self._looked_up: dict[tuple[GroupId, int], GenerationRequest] = {}
         self._binding = asyncio.Lock()
+        self._closing = False
+        self.num_waiting = 0
+        """Leases that wait for a sample."""
         self.listener: Listener | None = None
         self.model = model
         self._inner = inner
@@ -206,6 +209,8 @@ class SessionEngine:
         )
 
     async def close(self) -> None:
+        self._closing = True
+        self._offered.set()  # leases that wait are answered before their connections end
         try:
             if self.listener is not None:
                 await self.listener.close()
@@ -223,9 +228,12 @@ class SessionEngine:
         Raises EndpointRefusedError: none came within ``wait_s`` (at most endpoint.wait_s).
         """
         most = self._settings.wait_s
+        self.num_waiting += 1
         try:
             async with asyncio.timeout(most if wait_s is None else min(wait_s, most)):
                 while True:
+                    if self._closing:
+                        raise EndpointRefusedError(503, "closing", "the worker ends: its run is over, or begins again")
                     self._offered.clear()
                     if (session := await self._next(group, prompt)) is not None:
                         return session
@@ -234,6 +242,8 @@ class SessionEngine:
             what = f"no sample of group {group}" if group else "no sample"
             why = "the run has given out all that it wants now"
             raise EndpointRefusedError(429, "no_sample", f"{what} waits for an agent: {why}; ask again") from None
+        finally:
+            self.num_waiting -= 1
 
     async def _next(self, group: str, prompt: OwnPrompt | None) -> Session | None:
         now_s = self._clock.now_s()

@@ -270,7 +270,11 @@ class EndpointServer:
             self._owner(request)
             sessions = self._engine.sessions
             return answer(
-                {"waiting": len(sessions.seats), "open": [self._standing(one) for one in sessions.open.values()]}
+                {
+                    "waiting": len(sessions.seats),
+                    "agents_waiting": self._engine.num_waiting,
+                    "open": [self._standing(one) for one in sessions.open.values()],
+                }
             )
         return response.made
 
