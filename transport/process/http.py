@@ -14,6 +14,9 @@ Source: ours (DESIGN, trust).
                 rebinding, forged requests)
 """
 
+# pyright: standard
+# The protocol of uvicorn, which this one extends, leaves most of its types out.
+
 from __future__ import annotations
 
 import asyncio
