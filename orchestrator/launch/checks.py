@@ -18,7 +18,7 @@ import msgspec
 
 from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode
-from orchestrator.http import check_listening
+from orchestrator.http import check_endpoint, check_listening
 from orchestrator.launch.processes import Children, last_words
 from orchestrator.loop.ranking import open_ranker
 from orchestrator.prompts.dataset import Problem, load_problems
@@ -127,6 +127,7 @@ async def check_places(settings: Settings) -> None:
     Raises: ConfigError naming the setting; BrokerUnavailableError, BrokerRejectedError.
     """
     check_listening(settings.api)
+    check_endpoint(settings.endpoint, settings.api.secret)
     tensors, generation = settings.tensors, settings.generation
     listening = {"tensors": tensors} | ({"rows": settings.rows} if settings.rows.store == "units" else {})
     for name, section in listening.items():

@@ -9,7 +9,7 @@ import structlog
 
 from orchestrator.config.run_directory import RunDir
 from orchestrator.config.starts import read_starts
-from orchestrator.http import page_links
+from orchestrator.http import endpoint_links, page_links
 from orchestrator.observability.http.status import read_status
 from orchestrator.observability.live import View, duration, evaluation_lines
 from orchestrator.observability.metrics import NewLines, read_metrics, warnings_of
@@ -39,6 +39,7 @@ class RunConsole:
         self._lines = NewLines(rundir.metrics, skip=True)  # those before --resume were shown
         self._newest = max((line["batch"] for line in read_metrics(rundir.metrics)), default=-1)
         self._links: list[str] = []
+        self._endpoint: list[str] = []
         self._given_up = 0
         self._given_up_reason = ""
         self._noted: set[str] = set()
@@ -62,6 +63,7 @@ class RunConsole:
                             "bubblewrap is not installed, or may not start a jail (docs/security.md)",
                         )
                 self._show_address()
+                self._show_endpoint()
             await self._show_given_up(broker)
         for line in self._lines.read():
             if "eval" in line:
@@ -110,6 +112,16 @@ class RunConsole:
             self._links = links
             for link, where in zip(links, ("", " from other machines"), strict=False):
                 self._view.note(f"live page{where} {link}")
+
+    def _show_endpoint(self) -> None:
+        """Where agents get their work, each generation worker's once."""
+        if not self._settings.endpoint.enabled:
+            return
+        links = endpoint_links(self._rundir.endpoint_addresses, self._rundir.endpoint_key)
+        for link in links:
+            if link not in self._endpoint:
+                self._view.note(f"endpoint for agents {link}, its key is in {self._rundir.endpoint_key}")
+        self._endpoint = links
 
     def write_report(self) -> None:
         """Leave a report, a trace, and the idle seconds in the metrics. A run that ends well must not fail of this."""

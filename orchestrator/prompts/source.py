@@ -83,7 +83,7 @@ class PromptSource(Protocol):
 def open_source(settings: Settings, model_dir: Path) -> ShuffledSource | MixedSource:
     """The training prompts. model_dir: Hugging Face directory of the model. Raises DataError."""
     data = settings.data
-    encoder = PromptEncoder(load_tokenizer(model_dir), data)
+    encoder = PromptEncoder(load_tokenizer(model_dir), data, opening_alone=settings.endpoint.enabled)
     limit = context_limit(settings, model_dir)
     problems = load_problems(settings).training
     parts: dict[str, ShuffledSource] = {}
@@ -101,7 +101,7 @@ def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
 
     A problem of a set that asks for several samples comes as often in a row: an evaluation asks each prompt once.
     """
-    encoder = PromptEncoder(load_tokenizer(model_dir), settings.data)
+    encoder = PromptEncoder(load_tokenizer(model_dir), settings.data, opening_alone=settings.endpoint.enabled)
     problems = fitting(load_problems(settings).held_out, encoder, context_limit(settings, model_dir), settings)
     asked = eval_sets(settings)
     repeated = [problem for problem in problems for _ in range(asked[problem.eval_set].samples)]
@@ -345,8 +345,11 @@ class ModelTokenizer:
 class PromptEncoder:
     """Questions to texts to ids, with the model's chat template and tokenizer. May be used from several threads."""
 
-    def __init__(self, tokenizer: Any, data: DataSettings) -> None:
-        """tokenizer: of transformers.  data: chat_template, system."""
+    def __init__(self, tokenizer: Any, data: DataSettings, *, opening_alone: bool = False) -> None:
+        """tokenizer: of transformers.  data: chat_template, system.  opening_alone: the ids end with the prompt's first
+        token: agents write the messages, and no more is sure to be common to the samples of a group.
+        """
+        self._opening_alone = opening_alone
         self._tokenizer = ModelTokenizer(tokenizer)
         self._system = data.system
         self._templated = data.chat_template and self._tokenizer.has_template
@@ -367,7 +370,8 @@ class PromptEncoder:
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """[P] int32."""
-        return np.asarray(self._tokenizer.ids(text, special=not self._templated), dtype=np.int32)
+        ids = np.asarray(self._tokenizer.ids(text, special=not self._templated), dtype=np.int32)
+        return ids[:1] if self._opening_alone else ids
 
 
 def load_tokenizer(model_dir: Path) -> Any:

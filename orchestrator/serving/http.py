@@ -1,7 +1,7 @@
 """The service interface over HTTP: ``generate`` and ``update`` of a run that trains nothing (docs/service.md).
 
 Owns: the form of requests and answers, and what a body may hold. Never: what follows (``serving/service.py``); who may
-ask (``orchestrator/http.py``).
+ask (``transport/process/http.py``).
 
     POST   /generate              prompts; the answer is the stream of their samples, NDJSON, each as it ends
     GET    /generate/{name}       the rest of that stream, ``?from=N``
@@ -31,7 +31,6 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from orchestrator.errors import DataError, RefusedError
-from orchestrator.http import BodyLimit, answer, number_of
 from orchestrator.prompts.dataset import ChatMessage
 from orchestrator.prompts.source import ModelTokenizer, context_limit, load_tokenizer, text_config
 from orchestrator.serving.service import Service, StoredPrompt, Ticket
@@ -39,6 +38,7 @@ from transport.contracts.messages import UpdateRequest, WeightManifest
 from transport.contracts.settings import SamplingSettings, Settings
 from transport.contracts.types import SamplingParams
 from transport.errors import TransientError
+from transport.process.http import BodyLimit, answer, number_of
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,6 @@ from random import Random
 import msgspec
 
 from orchestrator.config.schema import to_toml
-from orchestrator.http import answer
 from orchestrator.journal import Journal
 from orchestrator.observability.http.status import LaneHistory
 from orchestrator.observability.report.comparison import compare_runs
@@ -48,6 +47,7 @@ from transport.contracts.types import (
     WorkerId,
     WorkerKind,
 )
+from transport.process.http import answer
 
 NUM_STRINGS = 12
 MARKUP = (

@@ -17,22 +17,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from orchestrator import http as server
 from orchestrator.errors import ConfigError
-from orchestrator.http import (
-    SMALL_BODY,
-    BodyLimit,
-    check_secret,
-    is_loopback,
-    open_listener,
-    presented_key,
-    run_key,
-    serve_http,
-)
+from orchestrator.http import check_secret, open_listener
 from orchestrator.observability.http.routes import HEALTHY_AGE_S, Api, build_app
 from orchestrator.observability.http.status import StatusBoard
 from tests.fakes.manual_clock import ManualClock
 from transport.contracts.settings import ApiSettings
+from transport.process import http as server
+from transport.process.http import SMALL_BODY, BodyLimit, is_loopback, presented_key, run_key, serve_http
 from transport.process.secret import Purpose, derive
 
 SECRET = "hush-hush"
@@ -469,11 +461,11 @@ def test_a_host_that_is_not_ours_is_named(tmp_path: Path):
 
 def test_a_secret_is_made_once_for_its_owner_alone(tmp_path: Path):
     path = tmp_path / "api.secret"
-    made = run_key(ApiSettings(), path)
+    made = run_key("", path)
     assert len(made) == 32
     assert path.stat().st_mode & 0o077 == 0
-    assert run_key(ApiSettings(), path) == made
-    key = run_key(ApiSettings(secret="a-shared-secret!"), path)
+    assert run_key("", path) == made
+    key = run_key("a-shared-secret!", path)
     assert key == derive("a-shared-secret!", Purpose.HTTP) == path.read_text(), "the secret itself stays unsaid"
     assert path.stat().st_mode & 0o077 == 0
 
@@ -483,21 +475,21 @@ def test_a_key_that_we_never_wrote_is_replaced(tmp_path: Path, content: str):
     path = tmp_path / "api.secret"
     path.write_text(content)
     path.chmod(0o600)
-    made = run_key(ApiSettings(), path)
+    made = run_key("", path)
     assert len(made) == 32
     assert path.read_text() == made
 
 
 def test_a_key_that_others_may_know_is_replaced(tmp_path: Path):
     path, target = tmp_path / "api.secret", tmp_path / "target"
-    key = run_key(ApiSettings(), path)
+    key = run_key("", path)
     path.chmod(0o644)
-    after = run_key(ApiSettings(), path)
+    after = run_key("", path)
     assert after != key
     path.rename(target)
     path.symlink_to(target)
-    assert run_key(ApiSettings(), path) != after
+    assert run_key("", path) != after
     assert target.read_text() == after
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert run_key(ApiSettings(), path) == path.read_text()
+    assert run_key("", path) == path.read_text()

@@ -17,7 +17,7 @@ import pytest
 from orchestrator.config.starts import GpuUse
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.http import open_listener, serve_http
+from orchestrator.http import open_listener
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
 from orchestrator.observability.http.status import (
     CELLS,
@@ -36,6 +36,7 @@ from transport.contracts.messages import WorkerStatus
 from transport.contracts.settings import ApiSettings, Settings
 from transport.contracts.types import RunName, WorkerId, WorkerKind
 from transport.process.clock import MonotonicClock
+from transport.process.http import serve_http
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")

@@ -185,7 +185,7 @@ def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
 
 
 def test_every_preset_resolves():
-    known = ["code", "gsm8k", "ppo", "service", "sft", "smollm2", "smollm2-hard", "tiny", "two_turn_tool"]
+    known = ["code", "endpoint", "gsm8k", "ppo", "service", "sft", "smollm2", "smollm2-hard", "tiny", "two_turn_tool"]
     assert preset_names() == known
     for name in preset_names():
         data = ["data.path=rows.jsonl"] if name == "gsm8k" else []
@@ -408,6 +408,15 @@ def test_out_of_range(argument: str, message: str):
             ],
             'environment.name = "calculator" must be empty with data.response_column',
         ),
+        (
+            ["endpoint.enabled=true"],
+            "endpoint.max_session_s = 1800.0 must be below pipeline.rollout_timeout_s",
+        ),
+        (
+            ["endpoint.enabled=true", "environment.name=calculator"],
+            "endpoint.enabled = true must be false with environment.name",
+        ),
+        (["endpoint.enabled=true", "trainer.engine=none"], "endpoint.enabled = true needs a trainer"),
         (["pipeline.group_size=1"], 'pipeline.group_size = 1 must be 2 or more with algorithm.advantage "group_std"'),
         (
             ["algorithm.rl_coef=0"],

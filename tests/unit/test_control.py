@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from orchestrator.core.model.settings import CHANGEABLE, CoreSettings, changeable, core_settings
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import ConfigError
-from orchestrator.http import name_error
 from orchestrator.loop.intake import REQUESTS, append_event, change
 from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.routes import ControlRoutes
@@ -35,6 +34,7 @@ from transport.contracts.messages import (
 )
 from transport.contracts.settings import LivenessSettings, PipelineSettings, RunSettings, Settings
 from transport.contracts.types import RunName, UpdateMode
+from transport.process.http import name_error
 
 
 def running_world(**changes: Any) -> PipelineWorld:

@@ -23,8 +23,9 @@ from transport.contracts.types import (
 )
 from transport.rows.columns import loss_mask
 from workers.environments.encoder import ObservationEncoder
-from workers.environments.engine import EpisodeEngine, turn_seed
+from workers.environments.engine import EpisodeEngine
 from workers.environments.environment import Message, Observed
+from workers.environments.transcript import turn_seed
 from workers.errors import EngineCrashedError, EnvironmentFailedError, ModelError
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest, Result
 from workers.models import prepare_model

@@ -131,11 +131,13 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "workers/trainer/policy",
     ),
     "workers/environments": (*WORKER, "workers/generation", "workers/scoring", "workers/user_functions"),
+    "workers/endpoint": (*WORKER, "workers/generation", "workers/environments"),
     "workers/storage": WORKER,
     "workers/client": WORKER,
     "workers/commands": (
         *WORKER,
         "workers/algorithms",
+        "workers/endpoint",
         "workers/environments",
         "workers/user_functions",
         "workers/generation/*",

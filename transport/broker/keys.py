@@ -52,6 +52,11 @@ def control(worker: WorkerId) -> str:
     return f"control:{worker}"
 
 
+def own_prompt(group_id: GroupId) -> str:
+    """Of put_meta and get_meta: the prompt that an agent brought for a group (workers/endpoint)."""
+    return f"own-prompt:{group_id}"
+
+
 def tasks(task: str) -> str:
     """Work queue: units whose inputs are complete, one queue a task."""
     return f"tasks:{task}"

@@ -35,6 +35,7 @@ HOW_TO_MAKE = 'python3 -c "import secrets; print(secrets.token_urlsafe(32))"'
 class Purpose(StrEnum):
     TENSORS = "tensors"  # proof between the two ends of a connection for weights or columns (tensors/wire.py)
     HTTP = "http"  # bearer token and password of the HTTP service
+    ENDPOINT = "endpoint"  # bearer token of agents (docs/endpoint.md)
 
 
 def is_made(key: str) -> bool:

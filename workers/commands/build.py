@@ -162,6 +162,8 @@ async def generation_worker(
     engine = engine_of(settings, model_dir, log_path, trust_remote_code, server)
     if settings.environment.name:
         engine = await with_environment(engine, settings, model_dir, environment, environment_path)
+    if settings.endpoint.enabled:
+        engine = await with_endpoint(broker, engine, settings, worker_id, model_dir, run_dir, secret)
     from transport.tensors.relay import Relay
     from workers.weights.pull import WeightPuller
 
@@ -209,6 +211,49 @@ async def with_environment(
     pool = EnvironmentPool(settings, environment_setup(settings, allowed, path))
     encoder = await asyncio.to_thread(ObservationEncoder.of, model_dir, templated=settings.data.chat_template)
     return EpisodeEngine(engine, pool, encoder, settings.environment)
+
+
+async def with_endpoint(
+    broker: Broker,
+    engine: GenerationEngine,
+    settings: Settings,
+    worker_id: WorkerId,
+    model_dir: Path,
+    run_dir: Path,
+    secret: bytes,
+) -> GenerationEngine:
+    """The engine whose samples are conversations of agents, which reach it over HTTP. Raises ModelError."""
+    from transport.process.http import ENDPOINT_ADDRESSES, ENDPOINT_KEY
+    from transport.process.secret import Purpose, derive
+    from workers.endpoint.engine import SessionEngine
+    from workers.endpoint.http import EndpointServer
+    from workers.endpoint.prompts import BrokerPrompts
+    from workers.environments.encoder import ObservationEncoder
+    from workers.models import stop_token_ids
+
+    endpoint = settings.endpoint
+    index = int(worker_id.partition(".")[0].rpartition("-")[2])
+    encoder = await asyncio.to_thread(ObservationEncoder.of, model_dir, templated=settings.data.chat_template)
+    sampling = msgspec.structs.replace(settings.sampling.params, stop_token_ids=stop_token_ids(model_dir))
+    sessions = SessionEngine(
+        engine,
+        encoder,
+        endpoint,
+        MonotonicClock(),
+        model=endpoint.model or settings.model.path,
+        sampling=sampling,
+        group_size=settings.pipeline.group_size,
+        prompts=BrokerPrompts(broker),
+    )
+    sessions.listener = EndpointServer(
+        sessions,
+        host=endpoint.host,
+        port=endpoint.port + index if endpoint.port else 0,
+        key=derive(secret + settings.run.name.encode(), Purpose.ENDPOINT),
+        address_file=run_dir / ENDPOINT_ADDRESSES / f"{index}.address",
+        key_file=run_dir / ENDPOINT_KEY,
+    )
+    return sessions
 
 
 def engine_of(

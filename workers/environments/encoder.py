@@ -9,13 +9,16 @@ it, is encoded again. Without a template the texts are added as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from workers.environments.environment import Message
 from workers.errors import ModelError
 
+ChatMessage: TypeAlias = Mapping[str, Any]
+"""``role``, ``content``, and what else a chat template reads."""
+Tools: TypeAlias = "list[dict[str, Any]] | None"
 TURN = "the turn before 7f3a"
 """Stands for the policy's turn while the template is asked what comes after it: short, and in no template."""
 
@@ -42,14 +45,43 @@ class ObservationEncoder:
         """Of a policy's turn, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def whole_text(self, token_ids: Sequence[int]) -> str:
+        """Likewise, with special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    @property
+    def templated(self) -> bool:
+        """Whether messages become text by a template."""
+        return self._templated
+
+    def prompt(self, conversation: Sequence[ChatMessage], tools: Tools = None) -> str:
+        """A whole conversation as the text before the policy's turn. Raises ModelError: the template refuses it."""
+        if not self._templated:
+            return "".join(str(message.get("content") or "") for message in conversation)
+        return self._render(conversation, tools, conversation)
+
     def behind_turn(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Ids that lead from a turn of the policy, which ends with ``last_token``, over ``messages`` to its next turn.
 
         Raises ModelError: the template refuses the messages, or loses the turn.
         """
+        return self.behind([{"role": one.role, "content": one.content} for one in messages], last_token)
+
+    def behind(self, said: Sequence[ChatMessage], last_token: int, tools: Tools = None) -> list[int]:
+        """Likewise for messages as chat templates take them."""
         if not self._templated:
-            return self._ids("".join(message.content for message in messages))
-        ids = self._ids(self._behind(messages))
+            return self.ids(self.prompt(said))
+        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *said]
+        text = self._render(conversation, tools, said)
+        _, found, behind = text.partition(TURN)
+        if not found:
+            raise ModelError("the model's chat template leaves out what the assistant said")
+        ids = self.ids(behind)
         return ids[1:] if ids and ids[0] == last_token else ids  # the end of the turn was sampled
 
     def behind_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -59,20 +91,18 @@ class ObservationEncoder:
         """
         return self.behind_turn(messages, -1)
 
-    def _ids(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def ids(self, text: str, *, special: bool = False) -> list[int]:
+        """special: with what the tokenizer adds by itself, where no template has."""
+        return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
-    def _behind(self, messages: Sequence[Message]) -> str:
+    def _render(self, conversation: Sequence[ChatMessage], tools: Tools, said: Sequence[ChatMessage]) -> str:
+        """said: what of it is blamed where the template refuses it."""
         from jinja2 import TemplateError
 
-        said = [{"role": message.role, "content": message.content} for message in messages]
-        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *said]
         try:
-            text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError) as error:
-            roles = ", ".join(sorted({message.role for message in messages}))
+            return self._tokenizer.apply_chat_template(
+                list(conversation), tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+            roles = ", ".join(sorted({str(message.get("role")) for message in said}))
             raise ModelError(f"the model's chat template refuses messages of {roles or 'nobody'}: {error}") from error
-        _, found, behind = text.partition(TURN)
-        if not found:
-            raise ModelError("the model's chat template leaves out what the assistant said")
-        return behind

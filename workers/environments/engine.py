@@ -16,9 +16,8 @@ segments together, so a prompt that fits into the context stays in it; one that 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,15 +29,14 @@ from transport.contracts.settings import EnvironmentSettings
 from transport.contracts.types import (
     FinishReason,
     GroupId,
-    Segment,
     SegmentKind,
-    VersionSpan,
     WeightIdentity,
 )
 from transport.errors import first_error
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.environment import TOOL, Message, Observed
 from workers.environments.pool import EnvironmentPool, EpisodeLink
+from workers.environments.transcript import LATER_TURN_PRIORITY, Transcript, turn_seed
 from workers.errors import EnvironmentFailedError, ModelError
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
@@ -57,39 +55,22 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-LATER_TURN_PRIORITY = 1e6
-"""Added to a group's priority, which is a number of tokens: an episode that began ends before others begin."""
-
 EpisodeKey = tuple[GroupId, int, int]
 """Group, attempt, sample."""
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Of a turn of a group, from 0; the first has the group's own, so an episode of one turn is as it ever was."""
-    if not turn:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little") >> 1
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
-class Episode:
+class Episode(Transcript):
     """One sample so far.
 
-    token_ids, logprobs: of all segments.  waits: for its environment, and not for the engine.  stopped: it was aborted,
-    and comes out when the engine gives it back.
+    waits: for its environment, and not for the engine.  stopped: it was aborted, and comes out when the engine gives it
+    back.
     """
 
     request: GenerationRequest
     sample: int
     link: EpisodeLink
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
-    segments: list[Segment] = field(default_factory=list[Segment])
-    turns: int = 0
     reward: float | None = None
-    queued_s: float = 0.0
-    engine_s: float = 0.0
     waits: bool = True
     stopped: bool = False
 
@@ -102,48 +83,12 @@ class Episode:
         """Tokens that it may still have."""
         return self.request.limit(self.sample) - len(self.token_ids)
 
-    def add_turn(self, turn: Completion) -> None:
-        start = len(self.token_ids)
-        self.token_ids += turn.response_ids.tolist()
-        self.logprobs += turn.logprobs.tolist()
-        self._add_segment(SegmentKind.POLICY)
-        for span in turn.spans:  # what was added before this turn stands with its first tokens
-            begin = self.spans[-1].end if self.spans else 0
-            if self.spans and self.spans[-1].weights == span.weights:
-                begin = self.spans.pop().start
-            self.spans.append(VersionSpan(start=begin, end=start + span.end, weights=span.weights))
-        self.turns += 1
-        self.queued_s += turn.queued_s
-        self.engine_s += turn.engine_s
-
-    def add_observation(self, ids: Sequence[int], kind: SegmentKind) -> None:
-        if ids:
-            self.token_ids += ids
-            self.logprobs += [0.0] * len(ids)
-            self._add_segment(kind)
-
-    def _add_segment(self, kind: SegmentKind) -> None:
-        self.segments.append(Segment(kind=kind, end=len(self.token_ids)))
-
-    def completion(self, reason: FinishReason) -> Completion:
-        mixed = any(segment.kind is not SegmentKind.POLICY for segment in self.segments)
-        return Completion(
-            group_id=self.request.group_id,
-            sample=self.sample,
-            attempt=self.request.attempt,
-            response_ids=np.array(self.token_ids, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            finish_reason=reason,
-            spans=tuple(self.spans),
-            queued_s=self.queued_s,
-            engine_s=self.engine_s,
-            segments=tuple(self.segments) if mixed or self.turns > 1 else (),
-            reward=self.reward,
-        )
+    def ended(self, reason: FinishReason) -> Completion:
+        return self.completion(self.request, self.sample, reason, reward=self.reward)
 
     def aborted(self) -> Result:
         if self.turns:
-            return self.completion(FinishReason.ABORT)
+            return self.ended(FinishReason.ABORT)
         return self.request.failure((self.sample,), ABORTED_UNSTARTED)
 
 
@@ -259,7 +204,7 @@ class EpisodeEngine:
             return
         episode.add_turn(result)
         if episode.stopped or result.finish_reason is FinishReason.ABORT:
-            self._end(episode, episode.completion(FinishReason.ABORT))
+            self._end(episode, episode.ended(FinishReason.ABORT))
             return
         episode.waits = True
         self._begin(self._step(episode, result), f"step {episode.key}")
@@ -273,9 +218,9 @@ class EpisodeEngine:
         if observed.reward is not None:
             episode.reward = (episode.reward or 0.0) + observed.reward
         if observed.done:
-            self._end(episode, episode.completion(turn.finish_reason))
+            self._end(episode, episode.ended(turn.finish_reason))
         elif episode.turns >= self._settings.max_turns:
-            self._end(episode, episode.completion(FinishReason.LENGTH))
+            self._end(episode, episode.ended(FinishReason.LENGTH))
         elif self._observe(episode, observed.messages):
             self._submit([episode])
 
@@ -307,7 +252,7 @@ class EpisodeEngine:
     def _outgrown(self, episode: Episode, added: int) -> bool:
         log.info("an episode is at its limit", group=episode.request.group_id, turns=episode.turns, added=added)
         if episode.turns:
-            self._end(episode, episode.completion(FinishReason.LENGTH))
+            self._end(episode, episode.ended(FinishReason.LENGTH))
         else:
             why = f"what the environment says first has {added} tokens, and a response may have {episode.room}"
             self._end(episode, episode.request.failure((episode.sample,), f"{why} (sampling.max_new_tokens)"))

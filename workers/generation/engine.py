@@ -32,6 +32,54 @@ ABORTED_UNSTARTED = "aborted before it started"
 """Reason of the failure of a sample that was waiting when its group was aborted."""
 
 
+STOP_MARGIN = 8
+"""Tokens looked at beyond the bytes of the longest string: the first may begin inside a character or lose a space."""
+
+
+class StopStrings:
+    """Where a response ends because its text holds one of ``generation.stop``, or one of its
+    request's own: the same for every engine.
+
+    Servers run without a tokenizer: token ids in, token ids out. So strings are looked for here. A response ends with
+    the token that completes the first stop string: the policy sampled that token, so it stays, with its logprob, and
+    the text may hold a few characters more than the string; no token after it is part of the response.
+
+    stop: none of them empty.  decode: the text of token ids, special tokens included."""
+
+    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._stop = tuple(stop)
+        self._decode = decode
+        self._reach = max((len(one.encode()) for one in stop), default=0) + STOP_MARGIN  # a token has a byte or more
+
+    @staticmethod
+    def of(directory: Path, stop: Sequence[str]) -> StopStrings:
+        """With the tokenizer of the model in ``directory``, read only where there is a string. Raises ModelError."""
+        return StopStrings(stop, load_detokenizer(directory, special=True)) if stop else NO_STOPS
+
+    def __bool__(self) -> bool:
+        return bool(self._stop)
+
+    def __or__(self, other: StopStrings) -> StopStrings:
+        """Those of both, which are of one tokenizer."""
+        if not other:
+            return self
+        return StopStrings((*self._stop, *other._stop), other._decode)
+
+    def end(self, token_ids: Sequence[int], checked: int = 0) -> int | None:
+        """How many tokens the response has if a string ends it; None if none does.
+
+        checked: first tokens that are known to hold none.
+        """
+        for end in range(checked + 1, len(token_ids) + 1 if self._stop else 0):
+            text = self._decode(token_ids[max(0, end - self._reach) : end])
+            if any(one in text for one in self._stop):
+                return end
+        return None
+
+
+NO_STOPS = StopStrings((), lambda ids: "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt group (or what is missing of it).
@@ -42,6 +90,7 @@ class GenerationRequest:
     limits: empty, or for each of ``samples`` its own limit of new tokens, at most sampling.max_new_tokens: with
     ignore_eos it replays recorded lengths exactly.
     prompt_text, entry: of the group, for an environment; not read by an engine.
+    stops: beside those of ``generation.stop``.
     """
 
     group_id: GroupId
@@ -53,6 +102,7 @@ class GenerationRequest:
     limits: Sequence[int] = ()
     prompt_text: str = ""
     entry: bytes = b""
+    stops: StopStrings = NO_STOPS
 
     @property
     def key(self) -> tuple[GroupId, int]:
@@ -192,47 +242,6 @@ class GenerationEngine(Protocol):
     def load(self) -> EngineLoad: ...
 
     async def close(self) -> None: ...
-
-
-STOP_MARGIN = 8
-"""Tokens looked at beyond the bytes of the longest string: the first may begin inside a character or lose a space."""
-
-
-class StopStrings:
-    """Where a response ends because its text holds one of ``generation.stop``: the same for every engine.
-
-    Servers run without a tokenizer: token ids in, token ids out. So strings are looked for here. A response ends with
-    the token that completes the first stop string: the policy sampled that token, so it stays, with its logprob, and
-    the text may hold a few characters more than the string; no token after it is part of the response.
-
-    stop: none of them empty.  decode: the text of token ids, special tokens included."""
-
-    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
-        self._stop = tuple(stop)
-        self._decode = decode
-        self._reach = max((len(one.encode()) for one in stop), default=0) + STOP_MARGIN  # a token has a byte or more
-
-    @staticmethod
-    def of(directory: Path, stop: Sequence[str]) -> StopStrings:
-        """With the tokenizer of the model in ``directory``, read only where there is a string. Raises ModelError."""
-        return StopStrings(stop, load_detokenizer(directory, special=True)) if stop else NO_STOPS
-
-    def __bool__(self) -> bool:
-        return bool(self._stop)
-
-    def end(self, token_ids: Sequence[int], checked: int = 0) -> int | None:
-        """How many tokens the response has if a string ends it; None if none does.
-
-        checked: first tokens that are known to hold none.
-        """
-        for end in range(checked + 1, len(token_ids) + 1 if self._stop else 0):
-            text = self._decode(token_ids[max(0, end - self._reach) : end])
-            if any(one in text for one in self._stop):
-                return end
-        return None
-
-
-NO_STOPS = StopStrings((), lambda ids: "")
 
 
 @asynccontextmanager

@@ -32,13 +32,13 @@ from starlette.types import ASGIApp
 
 from orchestrator.core.view import PipelineView
 from orchestrator.errors import ConfigError
-from orchestrator.http import BodyLimit, Guard, answer, name_error, number_of
 from orchestrator.loop.intake import REQUESTS, append_event, change
 from orchestrator.observability.http.status import StatusBoard
 from orchestrator.observability.metrics import BatchLines
 from transport.broker.base import Broker
 from transport.contracts.settings import Settings
 from transport.errors import TransientError
+from transport.process.http import BodyLimit, Guard, answer, name_error, number_of, same_key
 
 HEALTHY_AGE_S = 5.0  # a status is made twice a second; one that is older says that deciding or the broker stands still
 MAX_BATCHES = 1000  # lines in one answer; a page asks on from where the answer ended
@@ -139,7 +139,7 @@ def build_app(
     open_paths = ["/", *(f"/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*") if file.is_file())]
     page = Mount("/", StaticFiles(directory=STATIC, html=True))
     app = Starlette(routes=[*routes, page], exception_handlers={HTTPException: name_error})
-    return Guard(app, host=host, key=key, open_paths=open_paths, body_limits=body_limits)
+    return Guard(app, host=host, opens=same_key(key), open_paths=open_paths, body_limits=body_limits)
 
 
 # --- for Prometheus: each number is read off the status when it is asked for; nothing is counted twice, nothing kept --

@@ -240,9 +240,11 @@ class RunningSample:
 
     def finish_reason(self, stops: StopStrings) -> FinishReason | None:
         """Why its last token ends it; None when it goes on."""
-        sampling = self.request.sampling
+        sampling, before = self.request.sampling, len(self.token_ids) - 1
         if not sampling.ignore_eos and (
-            self.token_ids[-1] in sampling.stop_token_ids or stops.end(self.token_ids, len(self.token_ids) - 1)
+            self.token_ids[-1] in sampling.stop_token_ids
+            or stops.end(self.token_ids, before)
+            or self.request.stops.end(self.token_ids, before)
         ):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None

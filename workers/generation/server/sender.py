@@ -310,8 +310,8 @@ class SampleSender:
         """One sample, from its request to its result."""
         last = Chunk(token_ids=[])
         try:
-            sampling = sent.group.request.sampling
-            stops = NO_STOPS if sampling.ignore_eos else self.stops
+            request = sent.group.request
+            stops = NO_STOPS if request.sampling.ignore_eos else self.stops | request.stops
             asked = sample_request(sent, STOP_TOKENS if stops else CHUNK_AT_END)
             async with aclosing(self._server.client.generate(asked)) as chunks:
                 async for chunk in chunks:

@@ -1,0 +1,151 @@
+"""Of figure ``agents``: what the endpoint costs, and whether it encodes anything twice.
+
+Conversations, all of as many turns of as many tokens, are held with one embedded engine through the endpoint, by
+OpenAI's client over HTTP on this machine, more of them at once than the engine has slots. Then the same turns, with the
+ids that the first ones had, are asked of the engine alone; each turn of a conversation when the one before has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import msgspec
+import numpy as np
+import openai
+
+from transport.contracts.settings import EndpointSettings, GenerationSettings
+from transport.contracts.types import GroupId, SamplingParams
+from transport.process.clock import MonotonicClock
+from workers.endpoint.engine import SessionEngine
+from workers.endpoint.http import EndpointServer
+from workers.environments.encoder import ObservationEncoder
+from workers.generation.embedded.engine import EmbeddedEngine
+from workers.generation.engine import Completion, GenerationEngine, GenerationRequest, Result, serving
+from workers.models import model_cache, prepare_model, random_model
+
+SLOTS, SESSIONS, TURNS, TURN_TOKENS = 8, 16, 3, 32
+MODEL, KEY = "policy", "the-key-of-the-bench"
+GROUP = GroupId("0/0")
+GENERATION = GenerationSettings(slots=SLOTS, dtype="float32", max_context=1024)
+
+
+class Recorded:
+    """An engine whose turns end at their limit alone, and which keeps each with its result, by sample."""
+
+    def __init__(self, inner: EmbeddedEngine) -> None:
+        self._inner = inner
+        self.turns: dict[int, list[tuple[GenerationRequest, list[int]]]] = defaultdict(list)
+        self._asked: dict[GroupId, GenerationRequest] = {}
+
+    def submit(self, request: GenerationRequest) -> None:
+        request = replace(request, sampling=msgspec.structs.replace(request.sampling, ignore_eos=True))
+        self._asked[request.group_id] = request
+        self._inner.submit(request)
+
+    async def results(self) -> list[Result]:
+        results = await self._inner.results()
+        for result in results:
+            if isinstance(result, Completion):
+                turn = self._asked[result.group_id], result.response_ids.tolist()
+                self.turns[result.sample].append(turn)
+        return results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+async def endpoint_costs(model: str) -> dict[str, float]:
+    """model: as of ``model.path``; random ones say tokens that no text is encoded to."""
+    with tempfile.TemporaryDirectory(prefix="streamrl-endpoint-") as name:
+        if model.startswith("random:"):
+            directory = Path(name) / "model"
+            random_model(model.removeprefix("random:"))(directory)
+        else:
+            directory = await asyncio.to_thread(prepare_model, model, cache_dir=model_cache(os.environ))
+        recorded, rows, endpoint_s = await _through_endpoint(directory, Path(name))
+    direct_s = await _directly(directory, recorded)
+    tokens = sum(len(ids) for turns in recorded.turns.values() for _, ids in turns)
+    return {
+        "endpoint_over_direct": round(direct_s / endpoint_s, 3),
+        "endpoint_tokens_s": round(tokens / endpoint_s, 1),
+        "endpoint_policy_tokens": tokens,
+        "endpoint_retokenised": sum(_retokenised(recorded.turns[row.sample], row) for row in rows),
+    }
+
+
+def _retokenised(turns: list[tuple[GenerationRequest, list[int]]], row: Completion) -> int:
+    """Tokens of the policy that the row, or the prompt of a later turn, has otherwise than they were sampled."""
+    wrong, start, sampled = 0, 0, [token for _, ids in turns for token in ids]
+    stored: list[int] = []
+    for segment in row.segments:
+        if segment.kind == "policy":
+            stored += row.response_ids[start : segment.end].tolist()
+        start = segment.end
+    wrong += sum(a != b for a, b in zip(sampled, stored, strict=False)) + abs(len(sampled) - len(stored))
+    for (earlier, ids), (later, _) in itertools.pairwise(turns):
+        begins = [*earlier.prompt_ids.tolist(), *ids]
+        wrong += sum(a != b for a, b in zip(begins, later.prompt_ids.tolist(), strict=False))
+    return wrong
+
+
+async def _through_endpoint(directory: Path, files: Path) -> tuple[Recorded, list[Completion], float]:
+    recorded = Recorded(EmbeddedEngine(GENERATION, directory, MonotonicClock()))
+    encoder = ObservationEncoder.of(directory, templated=True)
+    settings = EndpointSettings(max_turn_tokens=TURN_TOKENS)
+    sampling = SamplingParams(max_new_tokens=900)
+    engine = SessionEngine(
+        cast("GenerationEngine", recorded), encoder, settings, MonotonicClock(), model=MODEL, sampling=sampling
+    )
+    engine.listener = server = EndpointServer(
+        engine, host="127.0.0.1", port=0, key=KEY, address_file=files / "0.address", key_file=files / "key"
+    )
+    opening = np.array(encoder.ids(encoder.prompt([{"role": "user", "content": "x"}]))[:1], np.int32)
+    async with asyncio.timeout(1800), serving(engine):
+        engine.submit(GenerationRequest(group_id=GROUP, prompt_ids=opening, samples=range(SESSIONS), sampling=sampling))
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(base_url=server.base_url, headers=headers, timeout=600) as run:
+            leases = [(await run.post("/sessions")).json() for _ in range(SESSIONS)]
+            began_s = time.perf_counter()
+            await asyncio.gather(*map(_converse, leases))
+            took_s = time.perf_counter() - began_s
+            for lease in leases:
+                (await run.post(f"/sessions/{lease['id']}/end", json={"reward": 1.0})).raise_for_status()
+        rows: list[Completion] = []
+        while len(rows) < SESSIONS:
+            rows += [one for one in await engine.results() if isinstance(one, Completion)]
+    return recorded, rows, took_s
+
+
+async def _converse(lease: dict[str, Any]) -> None:
+    messages: list[Any] = [{"role": "user", "content": "what is 17 + 25? say it step by step."}]
+    async with openai.AsyncOpenAI(base_url=lease["base_url"], api_key=lease["key"], timeout=600) as agent:
+        for _ in range(TURNS):
+            answer = await agent.chat.completions.create(model=MODEL, messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+
+
+async def _directly(directory: Path, recorded: Recorded) -> float:
+    """Seconds for the same turns."""
+    left = {sample: [request for request, _ in turns] for sample, turns in recorded.turns.items()}
+    engine = EmbeddedEngine(GENERATION, directory, MonotonicClock())
+    async with asyncio.timeout(1800), serving(engine):
+        began_s, running = time.perf_counter(), len(left)
+        for turns in left.values():
+            engine.submit(turns.pop(0))
+        while running:
+            for result in await engine.results():
+                assert isinstance(result, Completion), result
+                if turns := left[result.sample]:
+                    engine.submit(turns.pop(0))
+                else:
+                    running -= 1
+        return time.perf_counter() - began_s

@@ -1,0 +1,424 @@
+"""The endpoint with OpenAI's own client: what is captured, who gets which sample, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fakes.agents import END, GROUP, KEY, MODEL, START, Endpoint, endpoint, text_of
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_server import MemoryServer
+from transport.contracts.settings import EndpointSettings
+from transport.contracts.types import FinishReason, RunName, SegmentKind, WeightIdentity, evaluation_id, group_id
+from transport.rows.columns import loss_mask
+from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure
+
+HELLO = {"role": "user", "content": "Hi"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def client(work: dict[str, Any], **changes: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(**{"base_url": work["base_url"], "api_key": work["key"], "max_retries": 0, **changes})
+
+
+async def say(agent: openai.AsyncOpenAI, messages: Sequence[Any], **asked: Any) -> Any:
+    return await agent.chat.completions.create(model=MODEL, messages=list(messages), **asked)
+
+
+async def sealed(served: Endpoint, work: dict[str, Any], reward: float | None = None) -> Completion:
+    answer = await served.run.post(f"/sessions/{work['id']}/end", json={} if reward is None else {"reward": reward})
+    assert answer.status_code == 200, answer.text
+    (result,) = await served.results()
+    assert isinstance(result, Completion)
+    return result
+
+
+def parts(served: Endpoint, row: Completion) -> list[tuple[SegmentKind, str]]:
+    """Who chose what, as text."""
+    start, found = 0, []
+    for segment in row.segments:
+        found.append((segment.kind, text_of(served.inner.tokenizer, row.response_ids[start : segment.end])))
+        start = segment.end
+    return found
+
+
+async def test_a_conversation_is_a_row_of_the_ids_that_were_sampled(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "Hello.", "Fine.") as served:
+        served.offer(2)
+        work = await served.lease()
+        assert {name: work[name] for name in ("group", "sample", "question", "answer", "prompt")} == {
+            "group": GROUP,
+            "sample": 2,
+            "question": "1+1",
+            "answer": "2",
+            "prompt": "1+1=",
+        }
+        async with client(work) as agent:
+            messages: list[Any] = [{"role": "system", "content": "Be brief."}, HELLO]
+            first = await say(agent, messages, temperature=0.1, max_tokens=50)
+            assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Hello.", "stop")
+            served.inner.weights = WeightIdentity(epoch=1, version=4)
+            second = await say(agent, [*messages, first.choices[0].message, {"role": "user", "content": "And you?"}])
+            assert second.choices[0].message.content == "Fine."
+        row = await sealed(served, work, 0.5)
+        assert (row.group_id, row.sample, row.reward, row.finish_reason) == (GROUP, 2, 0.5, FinishReason.STOP)
+        assert parts(served, row) == [
+            (SegmentKind.ENVIRONMENT, f"system\nBe brief.{END}{START}user\nHi{END}{START}assistant\n"),
+            (SegmentKind.POLICY, f"Hello.{END}"),
+            (SegmentKind.ENVIRONMENT, f"{START}user\nAnd you?{END}{START}assistant\n"),
+            (SegmentKind.POLICY, f"Fine.{END}"),
+        ]
+        one, two = served.inner.requests
+        assert two.prompt_ids.tolist() == [*one.prompt_ids, *row.response_ids[len(one.prompt_ids) - 1 : -6]]
+        assert int(loss_mask(row.segments).sum()) == len("Hello.") + len("Fine.") + 2
+        assert [(span.weights.version, span.end) for span in row.spans] == [
+            (0, row.segments[1].end),
+            (4, row.segments[3].end),
+        ]
+        assert one.sampling.temperature == two.sampling.temperature == 0.7, "of the run, whatever an agent asks"
+        assert (one.sampling.max_new_tokens, one.sampling.seed != two.sampling.seed) == (50, True)
+
+
+async def test_calls_of_tools_are_found_continued_and_masked(tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    async with endpoint(tmp_path, f"Let me see. {call}", "2.") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            asked = await say(agent, [HELLO], tools=TOOLS)
+            choice = asked.choices[0]
+            (found,) = choice.message.tool_calls
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+            assert (found.function.name, json.loads(found.function.arguments)) == ("add", {"a": 1})
+            told = {"role": "tool", "tool_call_id": found.id, "content": "2"}
+            await say(agent, [HELLO, choice.message, told], tools=TOOLS)
+        row = await sealed(served, work)
+        assert [kind for kind, _ in parts(served, row)] == ["environment", "policy", "tool", "policy"]
+        assert parts(served, row)[1][1] == f"Let me see. {call}{END}"
+        assert parts(served, row)[2][1] == f"{START}tool\n2{END}{START}assistant\n"
+        assert row.reward is None, "the run's reward function scores it"
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{add 1}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>"])
+async def test_a_tool_call_that_is_no_json_stays_text(tmp_path: Path, text: str) -> None:
+    async with endpoint(tmp_path, text) as served:
+        served.offer()
+        async with client(await served.lease()) as agent:
+            answer = await say(agent, [HELLO], tools=TOOLS)
+            assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == (text, None)
+
+
+async def test_streams_logprobs_stops_and_ids(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "one two three", "abc END def", "x") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            chunks = [
+                chunk async for chunk in await say(agent, [HELLO], stream=True, stream_options={"include_usage": True})
+            ]
+            text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+            assert (text, chunks[-1].usage.completion_tokens) == ("one two three", 14)
+            stopped = await say(agent, [{"role": "user", "content": "b"}], stop=["END"], logprobs=True)
+            assert stopped.choices[0].message.content == "abc "
+            assert len(stopped.choices[0].logprobs.content) == len("abc END")
+            plain = await agent.completions.create(
+                model=MODEL, prompt="Say", logprobs=0, extra_body={"return_token_ids": True}
+            )
+            assert plain.choices[0].text == "x"
+            assert plain.choices[0].logprobs.token_logprobs == [-1 / 64, -2 / 64]
+            assert plain.model_extra["prompt_token_ids"] == served.inner.requests[-1].prompt_ids.tolist()
+
+
+async def test_text_goes_on_where_it_ended(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "b", "d") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            first = await agent.completions.create(model=MODEL, prompt="a", max_tokens=1)
+            await agent.completions.create(model=MODEL, prompt="a" + first.choices[0].text + "c")
+        row = await sealed(served, work, 1.0)
+        assert parts(served, row) == [
+            (SegmentKind.ENVIRONMENT, "a"),
+            (SegmentKind.POLICY, "b"),
+            (SegmentKind.ENVIRONMENT, "c"),
+            (SegmentKind.POLICY, f"d{END}"),
+        ]
+
+
+async def test_forks_and_edited_history_are_branches_and_the_longest_is_trained(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "first", "a", "a longer one", "edited") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            first = (await say(agent, [HELLO])).choices[0].message
+            await say(agent, [HELLO, first, {"role": "user", "content": "x"}])
+            await say(agent, [HELLO, first, {"role": "user", "content": "y"}])
+            await say(agent, [HELLO, {"role": "assistant", "content": "another"}, {"role": "user", "content": "z"}])
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert (state["branches"], state["dropped_tokens"]) == (3, len("a") + len("edited") + 2)
+        row = await sealed(served, work)
+        assert [text for kind, text in parts(served, row) if kind == "policy"] == [f"first{END}", f"a longer one{END}"]
+
+
+async def test_the_path_names_the_session_too_and_without_one_nothing_is_captured(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work, base_url=work["session_url"], api_key=KEY) as agent:
+            await say(agent, [HELLO])
+            assert [model.id async for model in await agent.models.list()] == [MODEL]
+        async with client(work, api_key=KEY) as judge:
+            await say(judge, [HELLO], temperature=0.0, seed=11, max_tokens=9)
+        assert served.inner.requests[-1].sampling.temperature == 0.0
+        assert served.inner.requests[-1].sampling.seed == 11
+        assert (await served.run.get(f"/sessions/{work['id']}")).json()["answers"] == 1
+
+
+async def test_a_session_that_lost_its_agent_is_leased_again_and_fails_at_the_limit(tmp_path: Path) -> None:
+    settings = EndpointSettings(wait_s=60.0, silence_s=60.0, max_leases=2)
+    async with endpoint(tmp_path, settings=settings) as served:
+        served.offer()
+        first = await served.lease()
+        async with client(first) as agent:
+            await say(agent, [HELLO])
+            served.clock.advance(50)
+            assert (await served.run.post(f"/sessions/{first['id']}/heartbeat")).status_code == 200
+            served.clock.advance(50)
+            again = await served.run.post("/sessions", json={"wait_s": 1.5})
+            assert again.status_code == 429, "it was heard 50 s ago"
+            served.clock.advance(11)
+            second = await until_leased(served)
+            assert (second["group"], second["sample"], second["lease"]) == (GROUP, 0, 2)
+            with pytest.raises(openai.APIStatusError, match=r"sent nothing for 60 s \(endpoint\.silence_s\)") as ended:
+                await say(agent, [HELLO])
+            assert (ended.value.status_code, ended.value.code) == (410, "session_ended")
+        said = await served.run.post(f"/sessions/{second['id']}/fail", json={"reason": "no memory"})
+        assert said.json() == {"given_back": True}
+        (result,) = await served.results()
+        assert isinstance(result, EngineFailure)
+        assert (result.samples, result.retryable) == ((0,), True)
+        assert result.reason == "its agent failed: no memory (the last of 2 leases)"
+
+
+async def until_leased(served: Endpoint) -> dict[str, Any]:
+    answer = await served.run.post("/sessions", json={"wait_s": 60.0})
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+async def test_a_session_that_never_ends_is_taken_back_also_in_the_middle_of_a_turn(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, settings=EndpointSettings(wait_s=60.0, max_session_s=100.0)) as served:
+        served.offer()
+        work = await served.lease()
+        served.inner.held.clear()
+        async with client(work) as agent:
+            asking = asyncio.create_task(say(agent, [HELLO]))
+            await served.inner.asked.wait()
+            served.clock.advance(101)
+            with pytest.raises(openai.APIStatusError, match="did not end it within 100 s") as ended:
+                await asking
+            assert ended.value.status_code == 410
+        assert (await until_leased(served))["lease"] == 2
+
+
+async def test_every_sample_comes_out_once_whatever_is_aborted(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        request = served.offer(0, 1, 2)
+        begun, idle = await served.lease(), await served.lease()
+        async with client(begun) as agent:
+            await say(agent, [HELLO])
+            await served.engine.abort([request.key])
+            results = {getattr(one, "sample", None): one for one in await served.results()}
+            assert isinstance(results[0], Completion)
+            assert results[0].finish_reason is FinishReason.ABORT
+            failed = [one for one in results.values() if isinstance(one, EngineFailure)]
+            assert {one.reason for one in failed} <= {ABORTED_UNSTARTED}
+            with pytest.raises(openai.APIStatusError, match="does not want its sample any more"):
+                await say(agent, [HELLO])
+        assert (await served.run.post(f"/sessions/{idle['id']}/end")).status_code == 410
+        assert (served.engine.sessions.seats, served.engine.sessions.open) == ([], {})
+
+
+async def test_an_end_that_is_repeated_seals_nothing_more(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer(0, 1)
+        work, other = await served.lease(), await served.lease()
+        empty = await served.run.post(f"/sessions/{work['id']}/end", json={"reward": 1})
+        assert (empty.status_code, empty.json()["error"]["code"]) == (409, "empty_session")
+        async with client(work) as agent:
+            await say(agent, [HELLO])
+        own = {"authorization": f"Bearer {work['key']}"}
+        assert (await served.run.post(f"/sessions/{work['id']}/reward", json={"reward": 2}, headers=own)).is_success
+        for _ in range(2):
+            answer = await served.run.post(f"/sessions/{work['id']}/end", headers=own)
+            assert answer.json()["sealed"] is True
+        (row,) = await served.results()
+        assert isinstance(row, Completion)
+        assert row.reward == 2.0
+        assert (await served.run.post(f"/sessions/{work['id']}/reward", json={"reward": 3})).status_code == 410
+        foreign = await served.run.post(f"/sessions/{other['id']}/end", headers=own)
+        assert foreign.status_code in (403, 410)
+
+
+async def test_leases_are_bounded_and_evaluations_are_named(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        none = await served.run.post("/sessions", json={"wait_s": 0})
+        assert (none.status_code, none.json()["error"]["code"], none.headers["retry-after"]) == (429, "no_sample", "1")
+        served.offer(0)
+        served.offer(0, group=evaluation_id(1, 2))
+        work = await served.lease(group="eval1/2")
+        assert (work["evaluation"], work["group"]) == (True, "eval1/2")
+        assert (await served.run.post("/sessions", json={"group": "9/9"})).status_code == 429
+        stranger = await served.run.post("/sessions", headers={"authorization": f"Bearer {work['key']}"})
+        assert stranger.json()["error"]["code"] == "run_key_wanted"
+        load = served.engine.load()
+        assert (load.capacity, load.waiting) == (5, 2), "one whose agent thinks leaves its slot to another"
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "gpt-4"}, 404, "'gpt-4' is not served here: this run's is 'tiny'"),
+    ({"n": 2}, 400, "n must be 1"),
+    ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs must be 0"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty would change what is sampled"),
+    ({"tool_choice": "required"}, 400, "nothing forces the policy"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),
+    ({"messages": []}, 400, "length >= 1"),
+    ({"messages": [{"role": "king", "content": "x"}]}, 400, "king"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url' is not supported"),
+    ({"max_tokens": 0}, 400, ">= 1"),
+    ({"messages": [{"role": "user", "content": "x" * 2000}]}, 400, "a conversation may have 300"),
+    ({"messages": [{"role": "user", "content": "x" * 9_000_000}]}, 413, "a body has at most"),
+]
+
+
+@pytest.mark.parametrize(("changes", "status", "reason"), REFUSED, ids=[str(next(iter(one[0]))) for one in REFUSED])
+async def test_what_is_refused_is_named_in_openais_form(
+    tmp_path: Path, changes: dict[str, Any], status: int, reason: str
+) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer(max_new_tokens=300)
+        work = await served.lease()
+        headers = {"authorization": f"Bearer {work['key']}"}
+        body = {"model": MODEL, "messages": [HELLO], **changes}
+        answer = await served.run.post("/chat/completions", json=body, headers=headers)
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert reason in error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert served.inner.requests == []
+
+
+async def test_half_a_request_and_unknown_keys_are_answered(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        half = await served.run.post("/chat/completions", content=b'{"model": "tiny", "mess')
+        assert (half.status_code, half.json()["error"]["code"]) == (400, "invalid_json")
+        async with client({"base_url": served.base_url, "key": "sk-wrong"}) as stranger:
+            with pytest.raises(openai.AuthenticationError, match=r"endpoint.key of the run's directory"):
+                await say(stranger, [HELLO])
+        assert (await served.run.get("/sessions/s-none")).json()["error"]["code"] == "no_such_session"
+
+
+async def test_a_client_that_hangs_up_calls_its_turn_off(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer()
+        work = await served.lease()
+        served.inner.held.clear()
+        async with client(work, timeout=0.5) as agent:
+            with pytest.raises(openai.APITimeoutError):
+                await say(agent, [HELLO])
+        async with asyncio.timeout(30):
+            await served.inner.called_off.wait()
+        assert (await served.run.get(f"/sessions/{work['id']}")).json()["answers"] == 0
+        served.inner.held.set()
+        async with client(work) as agent:
+            await say(agent, [HELLO])
+        assert (await sealed(served, work)).segments[-1].kind is SegmentKind.POLICY
+
+
+async def test_a_session_may_ask_in_parallel_up_to_a_limit(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, settings=EndpointSettings(wait_s=0.0, max_turns=10)) as served:
+        served.offer()
+        work = await served.lease()
+        served.inner.held.clear()
+        async with client(work) as agent:
+            asking = [asyncio.create_task(say(agent, [HELLO])) for _ in range(12)]
+            async with asyncio.timeout(30):
+                for over in itertools.islice(asyncio.as_completed(asking), 4):
+                    with pytest.raises(openai.RateLimitError, match="8 requests of the session are under way"):
+                        await over
+            served.inner.held.set()
+            served.inner.release()
+            await asyncio.gather(*asking, return_exceptions=True)
+            seeds = [request.sampling.seed for request in served.inner.requests]
+            assert len(set(seeds)) == len(seeds) == 8, "no two of them draw alike"
+            await say(agent, [HELLO])
+            await say(agent, [HELLO])
+            with pytest.raises(openai.BadRequestError, match=r"may have 10 answers \(endpoint\.max_turns\)"):
+                await say(agent, [HELLO])
+
+
+async def test_a_conversation_longer_than_its_sample_ends_for_its_length(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "x" * 500) as served:
+        served.offer(max_new_tokens=60)
+        work = await served.lease()
+        async with client(work) as agent:
+            first = (await say(agent, [HELLO])).choices[0]
+            assert first.finish_reason == "length"
+            with pytest.raises(openai.BadRequestError, match="a conversation may have 60") as refused:
+                await say(agent, [HELLO, first.message, HELLO])
+            assert refused.value.code == "context_length_exceeded"
+        row = await sealed(served, work)
+        assert (len(row.response_ids), row.finish_reason) == (60, FinishReason.LENGTH)
+
+
+async def test_an_engine_that_fails_is_no_answer_and_no_sample(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer()
+        served.inner.failure = "out of luck"
+        async with client(await served.lease()) as agent:
+            with pytest.raises(openai.InternalServerError, match="out of luck"):
+                await say(agent, [HELLO])
+            with pytest.raises(openai.APIError, match="out of luck"):
+                [chunk async for chunk in await say(agent, [HELLO], stream=True)]
+            served.inner.failure = ""
+            assert (await say(agent, [HELLO])).choices[0].message.content == "ok"
+
+
+async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: Path) -> None:
+    broker = MemoryBroker(MemoryServer(), RunName("tiny"))
+    own = {"id": "mine-1", "question": "2+2", "answer": "4"}
+    async with endpoint(tmp_path, broker=broker) as served:
+        served.offer(0, 1)
+        served.offer(0, 1, group=group_id(3, 2))
+        first = await served.lease(prompt=own, wait_s=30.0)
+        assert (first["group"], first["prompt_id"], first["question"], first["answer"]) == (GROUP, "mine-1", "2+2", "4")
+        assert (await served.lease())["group"] == "3/2", "the group of another's prompt comes last"
+        second = await served.lease(prompt=own)
+        assert (second["group"], second["sample"]) == (GROUP, 1)
+        none = await served.run.post("/sessions", json={"prompt": own, "wait_s": 0})
+        assert none.status_code == 429, "what is left of 3/2 answers the row's question"
+        async with client(first) as agent:
+            await say(agent, [HELLO])
+        assert "needs a reward of yours" in (await served.run.post(f"/sessions/{first['id']}/end")).text
+        assert (await sealed(served, first, 1.0)).reward == 1.0
+    async with endpoint(tmp_path, broker=broker) as again:
+        again.offer(1, attempt=1)
+        assert (await again.lease(wait_s=30.0))["prompt_id"] == "mine-1", "the sample that is missing has its prompt"
+
+
+async def test_a_lease_that_waits_when_the_worker_ends_is_told_so(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, settings=EndpointSettings(wait_s=60.0)) as served:
+        waiting = asyncio.create_task(served.run.post("/sessions"))
+        async with asyncio.timeout(30):
+            while not (await served.run.get("/sessions")).json()["agents_waiting"]:
+                pass
+        await served.engine.close()
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "closing")

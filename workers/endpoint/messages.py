@@ -1,0 +1,412 @@
+"""What clients of OpenAI's API send, what they are answered, and which of it means the same.
+
+    /v1/chat/completions   ChatRequest        ─► chat_answer, chat_chunks
+    /v1/completions        CompletionRequest  ─► text_answer, text_chunks
+
+Owns: the form of requests and answers, what is refused of them. Never: tokens, sessions. Fields that we do not know are
+ignored, as new clients send new ones; one that would change what is sampled is refused by name, and never ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from transport.contracts.types import FinishReason, Struct
+from workers.errors import EndpointRefusedError
+
+MAX_STOPS = 16
+"""Strings in a request. OpenAI allows 4; each costs a search for every token."""
+MAX_MESSAGES = 4096
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+T = TypeVar("T")
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    type: str
+    text: str = ""
+
+
+class FunctionCall(Struct, frozen=True, kw_only=True):
+    """arguments: JSON in a string, as the model wrote it."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    function: FunctionCall
+    id: str = ""
+    type: str = "function"
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    """One of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Raises EndpointRefusedError: it has a part that is not text."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        if other := next((part.type for part in self.content if part.type not in ("text", "refusal")), ""):
+            raise refused(f"content of type {other!r} is not supported: the model reads text", param="messages")
+        return "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it: arguments of calls as what their JSON says."""
+        shown: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.name:
+            shown["name"] = self.name
+        if self.tool_call_id:
+            shown["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            shown["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _parsed(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        return shown
+
+    def meaning(self) -> bytes:
+        """Equal for two messages that mean the same: clients strip and leave out what is empty, and rename calls."""
+        calls = [(call.function.name, call.function.arguments) for call in self.tool_calls or ()]
+        return json.dumps([self.role, self.text.strip(), self.name or "", calls]).encode()
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+class StreamOptions(Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """What both kinds have. Values of None are as if they were left out."""
+
+    model: str
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    return_token_ids: bool | None = None
+    """As of vLLM: the ids of prompt and answer beside the text."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
+        return tuple(one for one in stop if one)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that the answer may have at most."""
+        return self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        """Raises EndpointRefusedError for what no engine of a run does."""
+        if self.n not in (None, 1):
+            raise refused("n must be 1: lease a session for each sample", param="n")
+        if len(self.stops) > MAX_STOPS:
+            raise refused(f"stop may have {MAX_STOPS} strings at most", param="stop")
+        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
+            if getattr(self, name):
+                raise refused(
+                    f"{name} would change what is sampled, and is not supported: leave it out or at 0", param=name
+                )
+
+
+class ChatRequest(Request, frozen=True, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Tokens | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    def check(self) -> None:
+        Request.check(self)
+        if self.top_logprobs:
+            raise refused("top_logprobs must be 0: engines report the sampled token alone", param="top_logprobs")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise refused('tool_choice must be "auto" or "none": nothing forces the policy', param="tool_choice")
+        if self.response_format and self.response_format.get("type") != "text":
+            raise refused("response_format must be text: nothing forces the policy", param="response_format")
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        return self.tools if self.tools and self.tool_choice != "none" else None
+
+
+class CompletionRequest(Request, frozen=True, kw_only=True):
+    """Body of ``POST /v1/completions``. prompt: a text, or token ids."""
+
+    prompt: str | list[int | str]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def check(self) -> None:
+        Request.check(self)
+        if isinstance(self.prompt, list) and any(isinstance(one, str) for one in self.prompt) and len(self.prompt) > 1:
+            raise refused("prompt must be one text, or one list of token ids", param="prompt")
+        if self.logprobs:
+            raise refused("logprobs must be 0: engines report the sampled token alone", param="logprobs")
+        for name in ("echo", "suffix"):
+            if getattr(self, name):
+                raise refused(f"{name} is not supported", param=name)
+        if self.best_of not in (None, 1):
+            raise refused("best_of must be 1", param="best_of")
+
+    @property
+    def text_or_ids(self) -> str | list[int]:
+        prompt = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            return prompt[0]
+        return prompt if isinstance(prompt, str) else [one for one in prompt if isinstance(one, int)]
+
+
+def refused(reason: str, *, param: str = "", status: int = 400, code: str = "invalid_request") -> EndpointRefusedError:
+    return EndpointRefusedError(status, code, reason, param=param)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Raises EndpointRefusedError that says what is wrong with it."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = str(error) if body else "the body is empty"
+        raise refused(f"the body is not what it must be: {reason}", code="invalid_json") from error
+
+
+def digest(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Iterator[bytes]:
+    """For each beginning of a conversation what is equal where it means the same: [len(messages)], one by one."""
+    running = hashlib.blake2b(json.dumps(tools or None, sort_keys=True).encode(), digest_size=16)
+    for message in messages:
+        meaning = message.meaning()
+        running.update(len(meaning).to_bytes(8, "little") + meaning)
+        yield running.digest()
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A turn of the policy. text: without what ended it.  tokens: the text of each id.  prompt_ids, token_ids: as the
+    engine had them.  fingerprint: which weights.
+    """
+
+    text: str
+    reason: FinishReason
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    tokens: Sequence[str]
+    fingerprint: str
+    tool_calls: Sequence[ToolCall] = ()
+    created_s: int = 0
+    identity: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    @property
+    def message(self) -> Message:
+        calls = list(self.tool_calls)
+        return Message(role="assistant", content=self.text, tool_calls=calls or None)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        prompt, answer = len(self.prompt_ids), len(self.token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.tool_calls else self.reason.value
+
+
+def chat_answer(asked: ChatRequest, answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.tool_calls:
+        message |= {"content": answer.text or None, "tool_calls": _calls(answer)}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": answer.finish_reason,
+        "logprobs": _chat_logprobs(asked, answer),
+    }
+    return _whole(asked, answer, "chat.completion", choice)
+
+
+def text_answer(asked: CompletionRequest, answer: Answer) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "logprobs": _text_logprobs(asked, answer),
+    }
+    return _whole(asked, answer, "text_completion", choice)
+
+
+def _whole(asked: Request, answer: Answer, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    whole = {**_head(asked, answer, kind), "choices": [choice], "usage": answer.usage}
+    if asked.return_token_ids:
+        choice["token_ids"] = list(answer.token_ids)
+        whole["prompt_token_ids"] = list(answer.prompt_ids)
+    return whole
+
+
+def _head(asked: Request, answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{answer.identity}",
+        "object": kind,
+        "created": answer.created_s,
+        "model": asked.model,
+        "system_fingerprint": answer.fingerprint,
+    }
+
+
+def chat_chunks(asked: ChatRequest, answer: Answer) -> Iterator[dict[str, Any]]:
+    """The answer as a stream of events has it; a turn is whole when it comes from an engine, so its text is one."""
+    head = _head(asked, answer, "chat.completion.chunk")
+
+    def chunk(delta: dict[str, Any], reason: str | None = None, logprobs: object = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        return {**head, "choices": [choice]}
+
+    yield chunk({"role": "assistant", "content": ""})
+    if answer.text:
+        yield chunk({"content": answer.text}, logprobs=_chat_logprobs(asked, answer))
+    if answer.tool_calls:
+        yield chunk({"tool_calls": [{"index": index, **call} for index, call in enumerate(_calls(answer))]})
+    yield chunk({}, answer.finish_reason)
+    yield from _usage_chunk(asked, answer, head)
+
+
+def text_chunks(asked: CompletionRequest, answer: Answer) -> Iterator[dict[str, Any]]:
+    head = _head(asked, answer, "text_completion")
+    choice = {"index": 0, "text": answer.text, "finish_reason": None, "logprobs": _text_logprobs(asked, answer)}
+    yield {**head, "choices": [choice]}
+    yield {**head, "choices": [{"index": 0, "text": "", "finish_reason": answer.finish_reason, "logprobs": None}]}
+    yield from _usage_chunk(asked, answer, head)
+
+
+def _usage_chunk(asked: Request, answer: Answer, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if asked.stream_options is not None and asked.stream_options.include_usage:
+        yield {**head, "choices": [], "usage": answer.usage}
+
+
+def _calls(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": call.function.arguments},
+        }
+        for call in answer.tool_calls
+    ]
+
+
+def _chat_logprobs(asked: ChatRequest, answer: Answer) -> dict[str, Any] | None:
+    if not asked.wants_logprobs:
+        return None
+    content = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _text_logprobs(asked: CompletionRequest, answer: Answer) -> dict[str, Any] | None:
+    if not asked.wants_logprobs:
+        return None
+    offsets = [0]
+    for token in answer.tokens:
+        offsets.append(offsets[-1] + len(token))
+    return {
+        "tokens": list(answer.tokens),
+        "token_logprobs": list(answer.logprobs),
+        "top_logprobs": None,
+        "text_offset": offsets[:-1],
+    }
+
+
+# --- calls of tools ---------------------------------------------------------------------------------------------------
+
+_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def find_tool_calls(text: str, form: str) -> tuple[str, list[ToolCall]]:
+    """(what the policy says beside its calls, the calls). One that is no JSON with a name stays text, and is no call.
+
+    form: of ``endpoint.tool_calls``.
+    """
+    if form == "json":
+        call = _call(text)
+        return ("", [call]) if call is not None else (text, [])
+    if form != "hermes" or "<tool_call>" not in text:
+        return text, []
+    calls = [_call(found) for found in _TAGGED.findall(text)]
+    read = [call for call in calls if call is not None]
+    if not read or len(read) < len(calls):
+        return text, []  # half of what it wanted would be another plan than its own
+    return text.partition("<tool_call>")[0].strip(), read
+
+
+def _call(text: str) -> ToolCall | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id=f"call_{secrets.token_hex(8)}", function=FunctionCall(name=found["name"], arguments=written))
