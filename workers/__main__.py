@@ -418,6 +418,11 @@ def evaluate(
         ),
     ] = None,
     passed_by: Annotated[str, typer.Option(help="component of the reward that is 1 where an answer passes")] = "right",
+    environment: EnvironmentOption = "",
+    environment_path: EnvironmentPath = "",
+    answers: Annotated[
+        Path | None, typer.Option(help="file that gets every answer with its reward, a JSON line each  [none]")
+    ] = None,
 ) -> None:
     """Answer the run's held-out problems and print one JSON line: mean components of the reward, and pass@k."""
     from workers.commands.evaluate import evaluate_run
@@ -435,6 +440,9 @@ def evaluate(
         samples=samples,
         temperature=temperature,
         passed_by=passed_by,
+        environment=environment,
+        environment_path=environment_path,
+        answers=answers,
     )
     print(json.dumps(figures))
 

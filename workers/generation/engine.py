@@ -18,6 +18,7 @@ import structlog
 from numpy.typing import NDArray
 
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, Segment, VersionSpan, WeightIdentity
+from transport.rows.columns import loss_mask
 from workers.errors import EngineCrashedError, StreamError
 from workers.models import load_detokenizer
 
@@ -118,6 +119,12 @@ class Completion:
     engine_s: float
     segments: tuple[Segment, ...] = ()
     reward: float | None = None
+
+    @property
+    def policy_ids(self) -> list[int]:
+        """Of the tokens that the policy chose, which are what a reward judges."""
+        ids = self.response_ids
+        return (ids[loss_mask(self.segments).astype(bool)] if self.segments else ids).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
