@@ -243,7 +243,7 @@ def figures(answers: Sequence[Mapping[str, float]], samples: int, passed_by: str
 async def _answers(
     engine: GenerationEngine, problems: Sequence[HeldOut], requests: Sequence[GenerationRequest], *, max_attempts: int
 ) -> list[list[Completion]]:
-    """[problems][samples] completions, in the order of problems and samples. Raises EvaluationError, with the problem."""
+    """[problems][samples] completions, in the order of problems and samples. Raises EvaluationError."""
     for request in requests:
         engine.submit(request)
     answers: dict[tuple[int, int], Completion] = {}
