@@ -261,6 +261,10 @@ def score(
         str, typer.Option(help="module:function this machine allows as advantage; the run's must be the same")
     ] = "",
     functions_path: FunctionsPath = "",
+    teacher_url: Annotated[
+        str,
+        typer.Option(help="server that this machine may ask as teacher, http://host:port; the run's must be the same"),
+    ] = "",
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
     gpus.take()
@@ -274,6 +278,8 @@ def score(
         reward_path=reward_path,
         advantage=advantage,
         functions_path=functions_path,
+        teacher_url=teacher_url,
+        teacher_key=read_secret(os.environ, ENGINE_KEY) if teacher_url else "",
         secret=_shared_secret(),
     )
     joining.serve(WorkerKind.SCORE, _number(index), make)

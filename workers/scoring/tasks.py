@@ -217,29 +217,35 @@ def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]
     return {name: fmean(found) for name, found in values.items()}
 
 
+RowLogprobs = Callable[[RowId, PromptGroup], Awaitable[NDArray[np.float32]]]
+
+
 class ReferenceTask:
     """Logprobs of each response under the model that training started from, or a teacher; only with ``kl_coef`` > 0.
 
-    logprobs: those of some groups' rows, by row id; called on one thread at a time.
+    logprobs: [R] of a row's response, given the row and it with its prompt; asked for many rows together. May raise
+    RewardError.
     """
 
-    def __init__(
-        self,
-        rows: RowStore,
-        worker_id: WorkerId,
-        logprobs: Callable[[Sequence[PromptGroup]], Mapping[RowId, NDArray[np.float32]]],
-    ) -> None:
+    def __init__(self, rows: RowStore, worker_id: WorkerId, logprobs: RowLogprobs) -> None:
         self._rows = rows
         self._worker_id = worker_id
-        self._passes = Passes(partial(asyncio.to_thread, logprobs))
+        self._logprobs = logprobs
+
+    @staticmethod
+    def computed(
+        logprobs: Callable[[Sequence[PromptGroup]], Mapping[RowId, NDArray[np.float32]]],
+    ) -> RowLogprobs:
+        """By a model of this process. logprobs: those of some groups' rows; called on one thread at a time."""
+        return Passes(partial(asyncio.to_thread, logprobs)).take
 
     async def __call__(self, unit: Unit) -> Commit:
-        """Reference logprobs of one row. Raises MessageError for columns that do not decode."""
+        """Reference logprobs of one row. Raises MessageError for columns that do not decode; RewardError."""
         group = await read_sample(self._rows, unit, self._worker_id)
         if isinstance(group, Commit):
             return group
         row_id, column = RowId(unit.unit_id), Column.REFERENCE_LOGPROBS
-        logprobs = await self._passes.take(row_id, group)
+        logprobs = await self._logprobs(row_id, group)
         return Commit(rows=(RowWrite(row_id=row_id, columns={column: encode_array(column, logprobs)}),))
 
 
