@@ -43,6 +43,7 @@ class GenerationRequest:
     limits: empty, or for each of ``samples`` its own limit of new tokens, at most sampling.max_new_tokens: with
     ignore_eos it replays recorded lengths exactly.
     prompt_text, entry: of the group, for an environment; not read by an engine.
+    keep: its samples may be continued, so an engine may keep what it computed of them.
     """
 
     group_id: GroupId
@@ -54,6 +55,7 @@ class GenerationRequest:
     limits: Sequence[int] = ()
     prompt_text: str = ""
     entry: bytes = b""
+    keep: bool = False
 
     @property
     def key(self) -> tuple[GroupId, int]:
