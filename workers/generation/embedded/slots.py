@@ -10,9 +10,9 @@ remains of a neighbour is the rounding of a GEMM of another shape.
                            │ the prompt of a new group is computed once and written to all its slots
                            └ if they were too few, it is kept for the group's other samples
 
-A turn that may be continued (``GenerationRequest.keep``) leaves its KV behind when it frees its slot. The next turn of the
-sample takes it again under the same weights, and what was added since is fed token by token beside the others' steps: it
-costs as much arithmetic as its prefill, without a pass of its own, and nothing of what was there before.
+A turn that may be continued (``GenerationRequest.keep``) leaves its KV behind when it frees its slot. The sample's next
+turn takes it again under the same weights, and what was added since is fed token by token beside the others' steps: as
+much arithmetic as its prefill, no pass of its own, and nothing of what was there before.
 
 Source: ours; continuous batching as in Orca (OSDI 2022), prompts and decode tokens in one pass as in Sarathi-Serve
 (OSDI 2024). Re-computing the prompts of partly admitted groups took 23% of the time on long-tailed lengths.
