@@ -98,10 +98,17 @@ def _scored(row_id: RowId, reward: Reward) -> Commit:
     return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
 
 
+class _EntryOfPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a prompt's entry; the rest is the reward's."""
+
+    part: str = ""
+
+
 class AdvantageTask:
     """estimate: advantages of a group's rewards; None: those of tokens follow from a critic's values.
 
     max_group_size: samples that a group can have.  max_tokens: that a response can have.
+    mixed: prompts are of parts, which their entries name.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class AdvantageTask:
         *,
         max_group_size: int,
         max_tokens: int,
+        mixed: bool = False,
     ) -> None:
         self._rows = rows
         self._worker_id = worker_id
@@ -120,6 +128,7 @@ class AdvantageTask:
         self._estimate = estimate
         self._max_group_size = max_group_size
         self._max_tokens = max_tokens
+        self._mixed = mixed
         of_critic = (Column.VALUES, Column.VALUE_WEIGHTS, Column.LOSS_MASK) if algorithm.advantage == "gae" else ()
         self._columns = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO, *of_critic)
 
@@ -130,6 +139,7 @@ class AdvantageTask:
         rows = {row: columns for row, columns in zip(ids, read, strict=True) if Column.REWARD in columns}
         if not rows:
             return Commit()  # the group was dropped
+        part = await self._part(unit.group_id) if self._mixed else ""
         rewards = [decode_scalar(Column.REWARD, columns[Column.REWARD]) for columns in rows.values()]
         infos = [rollout_info_decoder.decode(columns.get(Column.ROLLOUT_INFO, b"")) for columns in rows.values()]
         shaped = np.asarray(rewards, np.float32) + overlong_penalty(
@@ -147,6 +157,7 @@ class AdvantageTask:
             components=_mean_components([*rows.values()]),
             value_versions=_value_versions([*rows.values()]),
             environment_tokens=sum(info.environment_tokens for info in infos),
+            part=part,
         )
         append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=f"{fmean(rewards):.4f}")
         writes = [
@@ -158,6 +169,14 @@ class AdvantageTask:
             for index, (row, columns) in enumerate(zip(rows, found, strict=True))
         ]
         return Commit(rows=writes)
+
+    async def _part(self, group_id: GroupId) -> str:
+        """ "" where its entry names none, as that of a held-out problem. Raises MessageError."""
+        (group,) = await self._rows.read_groups([group_id], [Column.TASK_ENTRY])
+        try:
+            return msgspec.json.decode(group.get(Column.TASK_ENTRY, b"{}"), type=_EntryOfPart).part
+        except msgspec.MsgspecError as error:
+            raise MessageError(f"the entry of a group of [data.mix] names no part: {error}") from error
 
     def _advantages(
         self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]]

@@ -145,6 +145,7 @@ class ScoringWorker:
                 self._estimate,
                 max_group_size=settings.pipeline.group_size,
                 max_tokens=settings.sampling.max_new_tokens,
+                mixed=bool(settings.data.mix),
             ),
         }
         if self._teacher is not None:
