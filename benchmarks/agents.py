@@ -9,6 +9,7 @@ and of episodes (agents_episodes.py), whose environments are killed:
     trained_over_sealed   rows in the last checkpoint over rows that were scored; 1
     zero_by_crash         episodes with a reward of 0: their environment pays every one that it has heard out; 0
     retokenised           of policy_tokens, those that a later turn's prompt has otherwise; 0
+    prefill_saved         of the prompts of later turns, the share whose KV an earlier turn had left (embedded engine)
     episodes, kills       of the run: emulated engine and trainer, real environments, whose processes are killed
 
 and of the endpoint for foreign agents (agents_endpoint.py):

@@ -106,12 +106,13 @@ class Recording:
     def __init__(self, inner: EmbeddedEngine) -> None:
         self._inner = inner
         self._ends: dict[tuple[GroupId, int], list[int]] = {}
-        self.policy_tokens = self.retokenised = 0
+        self.policy_tokens = self.retokenised = self.later_prompt_tokens = 0
 
     def submit(self, request: GenerationRequest) -> None:
         for sample in request.samples:
             before = self._ends.get((request.group_id, sample), [])
             now = request.prompt_ids.tolist()
+            self.later_prompt_tokens += len(now) if before else 0
             self.retokenised += sum(a != b for a, b in zip(before, now, strict=False)) + max(0, len(before) - len(now))
             self._ends[request.group_id, sample] = now
         self._inner.submit(request)
@@ -128,7 +129,7 @@ class Recording:
         return getattr(self._inner, name)
 
 
-async def exact_turns(groups: int = 16) -> dict[str, int]:
+async def exact_turns(groups: int = 16) -> dict[str, float]:
     """Episodes over the embedded engine and its random model, which samples tokens that no text is encoded to."""
     with tempfile.TemporaryDirectory(prefix="streamrl-agents-") as name:
         directory = Path(name)
@@ -155,4 +156,9 @@ async def exact_turns(groups: int = 16) -> dict[str, int]:
             left = groups * GROUP_SIZE
             while left:
                 left -= len(await episodes.results())
-        return {"policy_tokens": engine.policy_tokens, "retokenised": engine.retokenised}
+            reused = engine.load().cached_tokens
+        return {
+            "policy_tokens": engine.policy_tokens,
+            "retokenised": engine.retokenised,
+            "prefill_saved": round(reused / max(1, engine.later_prompt_tokens), 4),
+        }

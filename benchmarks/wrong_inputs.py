@@ -727,11 +727,60 @@ _DAMAGED_MODELS: tuple[tuple[str, Callable[[Path], object], tuple[str, ...]], ..
 )
 
 
+def algorithms() -> Iterator[Case]:
+    """What is trained, on what, and who is asked about it."""
+    yield setting("algorithm.advantage=grup_std", "group_std", "module:function", '"grup_std"')
+    yield setting("algorithm.loss=gpso", "sequence_clip", "module:function", '"gpso"')
+    yield setting("algorithm.functions_path=mine", "algorithm.advantage or algorithm.loss")
+    yield setting("algorithm.teacher=random:qwen3-tiny", "algorithm.kl_coef above 0")
+    yield setting("algorithm.teacher_url=http://127.0.0.1:1", "algorithm.kl_coef above 0")
+    yield setting("algorithm.teacher_url=host:3000", "http://host:port")
+    yield case(
+        "a teacher of one's own beside one behind a server",
+        "o run --preset tiny --set algorithm.name=distill --set algorithm.teacher=random:qwen3-tiny "
+        "--set algorithm.teacher_url=http://127.0.0.1:1",
+        "algorithm.teacher",
+        "whose server has loaded its own model",
+    )
+    yield case(
+        "a teacher behind a server at another temperature",
+        "o run --preset tiny --set algorithm.name=distill --set algorithm.teacher_url=http://127.0.0.1:1 "
+        "--set sampling.temperature=0.7",
+        "sampling.temperature",
+        "must be 1 with algorithm.teacher_url",
+    )
+    yield setting("critic.lr=1e-4", 'algorithm.advantage "gae"', "no critic")
+    yield setting("critic.gpu=1", "unknown key", "critic.gpus")
+    yield case(
+        "a critic and dropped groups",
+        "o run --preset ppo --set pipeline.drop_no_signal=true",
+        "pipeline.drop_no_signal",
+        "still has advantages",
+    )
+    yield setting("environment.name=calculater", '"calculator" or module:function')
+    yield setting("environment.path=mine", "name it (environment.name)")
+    yield setting("environment.max_turn_tokens=999", "sampling.max_new_tokens", "whole episode")
+    yield case(
+        "an environment for responses that are given",
+        "o run --preset sft --set environment.name=calculator",
+        "environment.name",
+        "talks to nobody",
+    )
+    yield run_with("data.mix.easy.path=x.jsonl", "data.mix", "has a path", "easy", "set source")
+    yield setting("data.mix.easy.weight=0", "a number > 0")
+    yield run_with("data.mix.easy.min_reward=0.5", "data.mix", "data.rewards", "collect")
+    yield setting("scoring.reward=code", "rows with tests", "docs/code-rewards.md")
+    yield case(
+        "code without a jail", "o run --preset code --set scoring.jail=off", "scoring.jail", "runs in a jail alone"
+    )
+
+
 TOPICS: tuple[Callable[[], Iterator[Case]], ...] = (
     commands,
     settings,
     documents,
     data,
+    algorithms,
     rewards,
     models,
     machines,

@@ -280,6 +280,10 @@ def score(
         str, typer.Option(help="module:function this machine allows as advantage; the run's must be the same")
     ] = "",
     functions_path: FunctionsPath = "",
+    teacher_url: Annotated[
+        str,
+        typer.Option(help="server that this machine may ask as teacher, http://host:port; the run's must be the same"),
+    ] = "",
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
     gpus.take()
@@ -293,6 +297,8 @@ def score(
         reward_path=reward_path,
         advantage=advantage,
         functions_path=functions_path,
+        teacher_url=teacher_url,
+        teacher_key=read_secret(os.environ, ENGINE_KEY) if teacher_url else "",
         secret=_shared_secret(),
     )
     joining.serve(WorkerKind.SCORE, _number(index), make)
@@ -438,6 +444,11 @@ def evaluate(
         ),
     ] = None,
     passed_by: Annotated[str, typer.Option(help="component of the reward that is 1 where an answer passes")] = "right",
+    environment: EnvironmentOption = "",
+    environment_path: EnvironmentPath = "",
+    answers: Annotated[
+        Path | None, typer.Option(help="file that gets every answer with its reward, a JSON line each  [none]")
+    ] = None,
 ) -> None:
     """Answer the run's held-out problems and print one JSON line: mean components of the reward, and pass@k."""
     from workers.commands.evaluate import evaluate_run
@@ -455,6 +466,9 @@ def evaluate(
         samples=samples,
         temperature=temperature,
         passed_by=passed_by,
+        environment=environment,
+        environment_path=environment_path,
+        answers=answers,
     )
     print(json.dumps(figures))
 

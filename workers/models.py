@@ -328,14 +328,19 @@ def multiplies_bf16(device: torch.device) -> bool:
     return device.type == "cuda" or bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
 
 
-def load_detokenizer(model_dir: Path, *, special: bool = False) -> Detokenize:
-    """The model's own tokenizer. special: with the text of special tokens. Raises ModelError where there is none."""
+def load_tokenizer(model_dir: Path) -> Any:
+    """The model's own, of transformers. Raises ModelError where there is none."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a tokenizer from {model_dir}: {error}") from error
+
+
+def load_detokenizer(model_dir: Path, *, special: bool = False) -> Detokenize:
+    """special: with the text of special tokens. Raises ModelError."""
+    tokenizer = load_tokenizer(model_dir)
     return partial(tokenizer.decode, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 

@@ -332,6 +332,19 @@ def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
         yield "algorithm.ce_above algorithm.ce_coef", "needs algorithm.ce_coef above 0: nothing is imitated"
     if algorithm.teacher and not algorithm.kl_coef:
         yield "algorithm.teacher algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
+    if algorithm.teacher_url and not algorithm.kl_coef:
+        yield "algorithm.teacher_url algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
+    if algorithm.teacher_url and algorithm.teacher:
+        yield (
+            "algorithm.teacher algorithm.teacher_url",
+            "must be empty with algorithm.teacher_url, whose server has loaded its own model",
+        )
+    if algorithm.teacher_url and s.sampling.temperature != 1:
+        yield (
+            "sampling.temperature algorithm.teacher_url",
+            "must be 1 with algorithm.teacher_url: servers give logprobs of a prompt at temperature 1 alone, and the "
+            "trainer's are at this one",
+        )
     if algorithm.kl_estimator != "k3" and not algorithm.kl_coef:
         yield "algorithm.kl_estimator algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
     if s.pipeline.drop_no_signal and not algorithm.rl_coef:

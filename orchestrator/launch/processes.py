@@ -170,11 +170,12 @@ def environment_arguments(environment: EnvironmentSettings) -> list[str]:
 
 
 def score_arguments(settings: Settings) -> list[str]:
-    """What allows a scoring worker the user's functions: their names, and the directories that they lie in."""
+    """What allows a scoring worker the user's functions, their names and directories, and the server of a teacher."""
     scoring, algorithm = settings.scoring, settings.algorithm
     path = ["--reward-path", scoring.reward_path] if scoring.reward_path else []
     reward = ["--reward", scoring.reward, *path] if scoring.reward else []
-    return reward + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
+    teacher = ["--teacher-url", algorithm.teacher_url] if algorithm.teacher_url else []
+    return reward + teacher + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
 
 
 def train_arguments(settings: Settings) -> list[str]:

@@ -68,7 +68,7 @@ _GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys.split(
 
 def grouped(key: str) -> str:
     """A key under its group's name: ``loss/kl``, ``eval/right``, ``eval/hard/pass@4``; any other is of the reward."""
-    if key.startswith("eval/"):  # of a named set
+    if key.startswith(("eval/", "mix/")):  # of a named set, of a part of the data
         return key
     if key not in _GROUP_OF:
         for prefix in PREFIXES:
@@ -323,6 +323,7 @@ def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupSco
             **quantiles(tokens),
             "response_tokens_max": max(tokens),
         }
+        line |= of_parts(judged)
         if environment := sum(score.environment_tokens for score in scores):
             line["environment_share"] = environment / sum(tokens)
     if lags := [max(0, batch - version) for score in scores for version in score.value_versions]:
@@ -334,6 +335,22 @@ def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupSco
             "staleness": fmean(staleness),
             "staleness_max": max(staleness),
         }
+    return line
+
+
+def of_parts(scores: Sequence[GroupScored]) -> dict[str, float]:
+    """Means of each part of [data.mix] over its samples, those of filtered groups included: ``mix/NAME/reward``."""
+    line: dict[str, float] = {}
+    for name in sorted({score.part for score in scores if score.part}):
+        own = [score for score in scores if score.part == name]
+        components = sorted({component for score in own for component in score.components})
+        means = {
+            "reward": fmean([reward for score in own for reward in score.rewards]),
+            **{component: mean_of_component(component, own) for component in components},
+            "response_tokens": fmean([length for score in own for length in score.response_tokens]),
+            "groups": len(own),
+        }
+        line |= {f"mix/{name}/{key}": value for key, value in means.items()}
     return line
 
 

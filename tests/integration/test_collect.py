@@ -102,3 +102,16 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, content: str, options
     refused = collect(out, *options)
     assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
     assert out.read_text() == content if content else True
+
+
+def test_answers_that_are_episodes_earn_what_their_environment_pays(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    named = ("environment.name=tests.fakes.environments:Echo", f"environment.path={root}", "environment.jail=off")
+    short = ("environment.max_turn_tokens=6", "sampling.max_new_tokens=40", "data.size=6", "environment.processes=1")
+    out = tmp_path / "collected.jsonl"
+    done = collect(out, "--samples", "2", *(part for one in (*named, *short) for part in ("--set", one)))
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(out)
+    assert len(lines) == 6
+    assert all(reward >= 1 for line in lines for reward in line["rewards"])  # characters that it heard
+    assert all(tokens > 12 for line in lines for tokens in line["output_tokens"])  # two turns, and an echo between

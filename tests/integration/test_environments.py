@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ import uvloop
 from transformers import AutoModelForCausalLM
 
 from orchestrator.config.load import render, resolve
+from orchestrator.config.schema import to_toml
+from orchestrator.prompts.source import write_held_out
 from tests.fakes.tiny_models import full_logprobs
 from transport.contracts.settings import EmulatedSettings, GenerationSettings, Settings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, SegmentKind
@@ -29,7 +32,7 @@ from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
 from workers.environments.environment import Message
 from workers.environments.pool import EnvironmentPool, environment_setup
-from workers.errors import EnvironmentFailedError, EnvironmentSetupError, RunFilesError
+from workers.errors import EnvironmentFailedError, EnvironmentSetupError, EvaluationError
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.emulated import EmulatedEngine
 from workers.generation.engine import Completion, GenerationEngine, GenerationRequest, serving
@@ -223,10 +226,50 @@ def test_the_calculator_tells_what_is_written_down_until_there_is_an_answer(
     assert Calculator(says="= {result}").step("1 + 1 =", []) == ("= 2", False, None)
 
 
-def test_held_out_problems_of_episodes_are_not_asked_in_one_turn(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(render(resolve("two_turn_tool", [], [], {})))
-    with pytest.raises(RunFilesError, match=r"are episodes \(environment.name\).*eval.every"):
-        evaluate_run(tmp_path, "base", cache_dir=tmp_path)
+def held_out_run(run_dir: Path, name: str, **params: object) -> None:
+    """What a run of episodes leaves for ``evaluate``, of four problems."""
+    full, directory = f"tests.fakes.environments:{name}", run_dir / "model"
+    random_model("qwen3-tiny")(directory)
+    environment = {"name": full, "jail": "off", "path": ROOT, "params": params, "max_turn_tokens": 8, "processes": 1}
+    overrides = [f"environment.{key}={to_toml(value)}" for key, value in environment.items()]
+    few = ["eval.problems=4", "sampling.max_new_tokens=40", "pipeline.max_attempts=2", "environment.max_replays=0"]
+    resolved = resolve("tiny", [], [*overrides, *few], {})
+    (run_dir / "config.toml").write_text(render(resolved))
+    write_held_out(resolved.settings, directory, run_dir / "eval.jsonl")
+
+
+def evaluate_episodes(run_dir: Path, **more: object) -> dict[str, float]:
+    name = msgspec.toml.decode((run_dir / "config.toml").read_bytes())["environment"]["name"]
+    allowed = {"environment": name, "environment_path": ROOT} | more
+    reward = "workers.scoring.rewards:digit_share"
+    return evaluate_run(run_dir, str(run_dir / "model"), cache_dir=run_dir, reward=reward, **allowed)  # type: ignore[arg-type]
+
+
+def test_held_out_problems_are_answered_in_episodes(tmp_path: Path) -> None:
+    held_out_run(tmp_path, "Echo", turns=2)
+    told = evaluate_episodes(tmp_path, answers=tmp_path / "answers.jsonl", samples=2, passed_by="reward")
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [answer["sample"] for answer in answers] == [0, 1] * 4
+    assert told["pass@2"] == 1.0
+    assert len({answer["prompt_id"] for answer in answers}) == 4
+    paid = [answer["figures"]["reward"] for answer in answers]
+    assert min(paid) > 0  # Echo pays what it heard
+    assert told["reward"] == pytest.approx(sum(paid) / 8)
+    assert all(answer["figures"]["response_tokens"] > 16 for answer in answers)  # two turns, and what was said between
+
+
+def test_where_an_environment_judges_nothing_what_the_policy_wrote_is_scored(tmp_path: Path) -> None:
+    held_out_run(tmp_path, "Unpaid", turns=2, says="0123456789")
+    told = evaluate_episodes(tmp_path)
+    assert told["reward"] < 0.9  # the digits that it was told are none of its own
+    with pytest.raises(EnvironmentSetupError, match="--environment"):
+        evaluate_episodes(tmp_path, environment="")
+
+
+def test_an_environment_that_fails_an_evaluation_is_no_wrong_answer(tmp_path: Path) -> None:
+    held_out_run(tmp_path, "AsTold", always="raise")
+    with pytest.raises(EvaluationError, match=r"held-out problem .*no such thing"):
+        evaluate_episodes(tmp_path)
 
 
 # --- whole episodes ---------------------------------------------------------------------------------------------------

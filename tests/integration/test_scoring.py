@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.contracts.messages import GroupScored, RowsMissing, ScoringFailed, TrialRow, TrialRows, encode
 from transport.contracts.settings import (
+    DataPart,
     Settings,
 )
 from transport.contracts.types import (
@@ -247,6 +249,22 @@ async def test_reference_logprobs_are_those_of_a_full_forward(
         expected = (logits / 0.7).log_softmax(-1)[range(len(response)), response].numpy()
         found = decode_array(Column.REFERENCE_LOGPROBS, row[Column.REFERENCE_LOGPROBS])
         assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+async def test_a_group_of_a_mix_says_of_which_part_it_is(
+    mixed: bool, broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+) -> None:
+    settings = settings_for("tests.fakes.rewards:length")
+    if mixed:
+        data = msgspec.structs.replace(settings.data, mix={"easy": DataPart()})
+        settings = msgspec.structs.replace(settings, data=data)
+    await admit(broker, {"part": "easy"})
+    await generate(broker, *[tokenize("ab")] * 3)
+    async with running(worker_for(broker, settings, model_dir, clock)):
+        _, event = await next_event(broker)
+    assert isinstance(event, GroupScored)
+    assert event.part == ("easy" if mixed else "")
 
 
 async def test_an_advantage_of_the_users_is_what_a_group_gets(

@@ -118,6 +118,8 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
     "workers/trainer/policy": (*WORKER, "workers/algorithms", "workers/trainer"),
     "workers/scoring": (
         *WORKER,
+        "workers/generation",  # a teacher may be one of its servers
+        "workers/generation/server",
         "workers/algorithms",
         "workers/user_functions",
         "workers/trainer",

@@ -16,6 +16,7 @@ from orchestrator.observability.metrics import (
     quantiles,
     read_file,
     read_metrics,
+    reward_components,
     set_numbers,
     sets_of,
 )
@@ -385,3 +386,20 @@ def test_an_answer_passes_by_its_reward_where_it_has_no_such_component():
 def test_quantiles_are_lengths_that_occur():
     assert quantiles(range(1, 11)) == {"response_tokens_p50": 5, "response_tokens_p90": 9}
     assert quantiles([7]) == {"response_tokens_p50": 7, "response_tokens_p90": 7}
+
+
+def test_parts_of_the_data_are_told_each_by_itself_with_what_was_filtered(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+
+    def of_part(group: str, rewards: tuple[float, ...], part: str) -> GroupScored:
+        return msgspec.structs.replace(scored(group, rewards), part=part)
+
+    log.observe(of_part("0/1", (1.0, 1.0), "easy"), [outcome("0/1", "filtered")], 0.5)
+    log.observe(of_part("0/0", (1.0, 0.0), "easy"), [training(0, "0/0")], 1.0)
+    log.observe(of_part("0/2", (0.0, 0.5), "hard"), [training(0, "0/2")], 1.1)
+    log.observe(step(0), [], 2.0)
+    line = log.last_line
+    assert (line["mix/easy/reward"], line["mix/easy/groups"]) == (0.75, 2)
+    assert (line["mix/hard/reward"], line["mix/hard/groups"]) == (0.25, 1)
+    assert grouped("mix/easy/right") == "mix/easy/right"
+    assert "mix/easy/reward" not in reward_components(line)

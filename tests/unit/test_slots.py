@@ -1,6 +1,7 @@
 """The slot decoder against full forwards of the Hugging Face model, in float32."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -320,3 +321,123 @@ def test_samples_longer_than_the_first_capacity_equal_a_full_forward():
     model = tiny_model()
     requests = [request(0, samples=(0,), new_tokens=180), request(1, samples=(0, 1), new_tokens=100)]
     check_logprobs(model, requests, run_all(decoder_of(model, slots=3), requests))
+
+
+# --- turns that are continued
+
+
+def next_turn(before, completion, *, added=5, seed=9, **more):
+    """The request that follows: what was asked, what was answered, and what is said to that."""
+    said = prompt_of(added, seed)
+    prompt = np.concatenate([before.prompt_ids, completion.response_ids, said])
+    sampling = {"temperature": before.sampling.temperature, "new_tokens": 8} | more
+    asked = request(3, prompt=prompt, samples=(completion.sample,), **sampling)
+    return replace(asked, group_id=before.group_id, priority=1e6, keep=True)
+
+
+def first_turns(decoder, **more):
+    """Three samples of a group that wait for what is said to them, beside another group that goes on."""
+    asked = replace(request(0, new_tokens=9, **more), keep=True)
+    return asked, by_sample(run_all(decoder, [asked]))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_later_turn_is_exact_and_computes_nothing_of_the_earlier_ones(fused, temperature):
+    model = tiny_model("qwen3")
+    decoder, plain = decoder_of(model, fused=fused), decoder_of(model, fused=fused)
+    asked, answered = first_turns(decoder, temperature=temperature)
+    turns = [next_turn(asked, one, added=4 + one.sample) for one in answered.values()]
+    prefilled = decoder.prefill_tokens
+    other = request(2, new_tokens=30)  # decoded beside them
+    found, expected = by_sample(run_all(decoder, [other, *turns])), by_sample(run_all(plain, [other, *turns]))
+    assert decoder.prefill_tokens - prefilled == len(other.prompt_ids)
+    assert decoder.reused_tokens == sum(len(asked.prompt_ids) + 9 - 1 for _ in turns)
+    assert plain.reused_tokens == 0
+    for key, completion in found.items():
+        assert completion.response_ids.tolist() == expected[key].response_ids.tolist()
+        assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-4)
+        assert completion.spans == (VersionSpan(start=0, end=len(completion.response_ids), weights=V0),)
+    for turn in turns:
+        check_logprobs(model, [turn], [found[turn.group_id, turn.samples[0]]])
+
+
+def test_a_third_turn_goes_on_from_the_second():
+    model = tiny_model("qwen3")
+    decoder = decoder_of(model)
+    asked, answered = first_turns(decoder)
+    second = next_turn(asked, answered[asked.group_id, 1])
+    (completion,) = run_all(decoder, [second])
+    third = next_turn(second, completion)
+    reused = decoder.reused_tokens
+    (last,) = run_all(decoder, [third])
+    check_logprobs(model, [third], [last])
+    assert decoder.reused_tokens - reused == len(third.prompt_ids) - 5 - 1
+
+
+@pytest.mark.parametrize("why", ["weights", "history", "not asked", "long", "no room"])
+def test_a_turn_whose_beginning_is_not_what_is_kept_is_computed_anew(why, monkeypatch):
+    model = tiny_model("qwen3")
+    if why == "no room":
+        monkeypatch.setattr("workers.generation.embedded.slots.KEPT_SHARE", 0.0)
+    decoder = decoder_of(model)
+    asked, answered = first_turns(decoder)
+    turn = next_turn(asked, answered[asked.group_id, 0], added=40 if why == "long" else 5)
+    if why == "weights":
+        decoder.load_weights(V1, {})
+    elif why == "history":
+        edited = turn.prompt_ids.copy()
+        edited[3] = 2 + (edited[3] - 1) % (VOCAB - 2)
+        turn = replace(turn, prompt_ids=edited)
+    elif why == "not asked":
+        turn = replace(turn, group_id=GroupId("0/1"))
+    (completion,) = run_all(decoder, [turn])
+    assert decoder.reused_tokens == 0
+    check_logprobs(model, [turn], [completion])
+
+
+def test_a_turn_that_saw_two_weights_is_not_kept():
+    decoder = decoder_of(tiny_model("qwen3"))
+    asked = replace(request(0, samples=(0,), new_tokens=9), keep=True)
+    results = [*decoder.submit(asked), *decoder.step()]
+    decoder.load_weights(V1, {})
+    (completion,) = [*results, *run_all(decoder)]
+    assert len(completion.spans) == 2
+    run_all(decoder, [next_turn(asked, completion)])
+    assert decoder.reused_tokens == 0
+
+
+def test_new_weights_while_a_turn_is_fed_are_its_own_and_it_is_not_kept():
+    decoder = decoder_of(tiny_model("qwen3"))
+    asked, answered = first_turns(decoder)
+    turn = next_turn(asked, answered[asked.group_id, 0])
+    results = [*decoder.submit(turn), *decoder.step(), *decoder.step()]
+    decoder.load_weights(V1, {})
+    (completion,) = [*results, *run_all(decoder)]
+    assert completion.spans == (VersionSpan(start=0, end=8, weights=V1),)
+    reused = decoder.reused_tokens
+    run_all(decoder, [next_turn(turn, completion)])
+    assert decoder.reused_tokens == reused
+
+
+def test_a_turn_that_is_aborted_while_it_is_fed_comes_out_once():
+    decoder = decoder_of(tiny_model("qwen3"))
+    asked, answered = first_turns(decoder)
+    turn = next_turn(asked, answered[asked.group_id, 0])
+    assert [*decoder.submit(turn), *decoder.step()] == []
+    (failure,) = decoder.abort([turn.key])
+    assert isinstance(failure, EngineFailure)
+    assert not decoder.has_work
+
+
+def test_turns_wait_for_slots_as_all_samples_do_and_move_as_they_do():
+    """More turns than slots, which end at different steps, so that fed samples change their slots."""
+    model = tiny_model("qwen3")
+    decoder = decoder_of(model, slots=2)
+    asked, answered = first_turns(decoder)
+    turns = [next_turn(asked, one, added=3 + 3 * one.sample, new_tokens=2 + one.sample) for one in answered.values()]
+    found = by_sample(run_all(decoder, [request(2, samples=(0, 1), new_tokens=3), *turns]))
+    assert len(found) == 5
+    for turn in turns:
+        check_logprobs(model, [turn], [found[turn.group_id, turn.samples[0]]])
+    assert decoder.reused_tokens > 0

@@ -177,6 +177,7 @@ class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
     components: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # mean of each named one of a reward
     value_versions: tuple[Count, ...] = ()  # of the critic that valued each sample; without one ()
     environment_tokens: Count = 0  # of all response_tokens together, those that the policy did not choose
+    part: str = ""  # of [data.mix] that its prompt is of; "" without
 
 
 class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):

@@ -301,6 +301,7 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
     ce_above: Annotated[float, Meta(ge=-MAX_NUMBER)] = -MAX_NUMBER  # responses with a reward above it are imitated
     kl_estimator: Literal["k3", "reverse"] = "k3"  # of that KL: k3 as GRPO; reverse: its own gradient, to distill
     teacher: str = ""  # model.path of the reference model, of the same vocabulary; empty: the base model
+    teacher_url: ServerUrl = ""  # a server of SGLang or vLLM that serves the teacher; empty: scoring workers load it
 
     @property
     def selects_by_reward(self) -> bool:

@@ -317,12 +317,16 @@ async def scoring_worker(
     reward_path: str,
     advantage: str = "",
     functions_path: str = "",
+    teacher_url: str = "",
+    teacher_key: str = "",
     secret: bytes,
 ) -> Worker:
     """A scoring worker that computes ``reward`` and ``advantage`` and nothing else, whatever the run's settings say.
 
+    teacher_url, teacher_key: of the one server that it asks for a teacher's logprobs, and may tell its key.
     secret: shared with the run's storage units.
     """
+    from workers.scoring.teacher import teacher_of
     from workers.scoring.worker import ScoringWorker
 
     return ScoringWorker(
@@ -335,6 +339,7 @@ async def scoring_worker(
         reward_path=reward_path,
         allowed_advantage=advantage,
         functions_path=functions_path,
+        teacher=teacher_of(settings, teacher_url, teacher_key, model_dir),
         rows=open_rows(broker, settings, secret=secret),
     )
 

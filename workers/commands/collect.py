@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
 from transport.contracts.types import GroupId
-from workers.commands.build import ServerChoice, engine_of
+from workers.commands.build import ServerChoice, engine_of, with_environment
 from workers.errors import EvaluationError, RewardError
 from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest, serving
 from workers.models import Detokenize, load_detokenizer, stop_token_ids
@@ -54,6 +54,8 @@ async def collect(
     """Raises ModelError, RewardSetupError; EvaluationError naming a prompt that the engine cannot answer."""
     settings, directory = job.settings, Path(job.model_dir)
     engine = engine_of(settings, directory, log_path, settings.model.trust_remote_code, server)
+    if name := settings.environment.name:  # the settings are those of the one who called: no run's
+        engine = await with_environment(engine, settings, directory, name, settings.environment.path)
     async with AsyncExitStack() as stack:
         pool = None
         if job.rewards:
@@ -109,6 +111,8 @@ class _Collection:
                 prompt_ids=np.asarray(prompt.prompt_ids, dtype=np.int32),
                 samples=range(self._job.samples),
                 sampling=replace(sampling, stop_token_ids=self._stops, seed=prompt.seed),
+                prompt_text=prompt.text,
+                entry=prompt.entry.encode(),
             )
         )
 
@@ -120,13 +124,18 @@ class _Collection:
                     raise EvaluationError(f"prompt {one.prompt.id} cannot be answered: {result.reason}")
                 group.create_task(self._finish(result, one), name=f"score {one.prompt.id}")
 
+    async def _reward(self, pool: RewardPool | CodePool, completion: Completion, prompt: CollectPrompt) -> float:
+        """The environment's, where it gave one. Raises RewardError."""
+        if completion.reward is not None:
+            return completion.reward
+        response = self._detokenize(completion.policy_ids)
+        return (await pool.score(prompt.text, response, prompt.entry.encode())).value
+
     async def _finish(self, completion: Completion, one: _Open) -> None:
         one.lengths.append(len(completion.response_ids))
         if self._pool is not None:
-            response = self._detokenize(completion.response_ids.tolist())
             try:
-                reward = await self._pool.score(one.prompt.text, response, one.prompt.entry.encode())
-                one.rewards.append(reward.value)
+                one.rewards.append(await self._reward(self._pool, completion, one.prompt))
             except RewardError as error:
                 one.errors.append(str(error))
         one.pending -= 1

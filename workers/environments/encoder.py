@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from workers.environments.environment import Message
 from workers.errors import ModelError
+from workers.models import load_tokenizer
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 """``role``, ``content``, and what else a chat template reads."""
@@ -33,13 +34,7 @@ class ObservationEncoder:
     @staticmethod
     def of(directory: Path, *, templated: bool) -> ObservationEncoder:
         """With the tokenizer of the model in ``directory``. Raises ModelError."""
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"cannot load a tokenizer from {directory}: {error}") from error
-        return ObservationEncoder(tokenizer, templated=templated)
+        return ObservationEncoder(load_tokenizer(directory), templated=templated)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Of a policy's turn, without special tokens."""

@@ -276,6 +276,7 @@ class EpisodeEngine:
                 samples=tuple(episode.sample for episode in episodes),
                 sampling=drawn,
                 priority=request.priority + (LATER_TURN_PRIORITY if turn else 0.0),
+                keep=turn + 1 < self._settings.max_turns,
                 limits=limits if request.limits else (),
             )
         )

@@ -18,6 +18,7 @@ import structlog
 from numpy.typing import NDArray
 
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, Segment, VersionSpan, WeightIdentity
+from transport.rows.columns import loss_mask
 from workers.errors import EngineCrashedError, StreamError
 from workers.models import load_detokenizer
 
@@ -91,6 +92,7 @@ class GenerationRequest:
     ignore_eos it replays recorded lengths exactly.
     prompt_text, entry: of the group, for an environment; not read by an engine.
     stops: beside those of ``generation.stop``.
+    keep: its samples may be continued, so an engine may keep what it computed of them.
     """
 
     group_id: GroupId
@@ -103,6 +105,7 @@ class GenerationRequest:
     prompt_text: str = ""
     entry: bytes = b""
     stops: StopStrings = NO_STOPS
+    keep: bool = False
 
     @property
     def key(self) -> tuple[GroupId, int]:
@@ -168,6 +171,12 @@ class Completion:
     engine_s: float
     segments: tuple[Segment, ...] = ()
     reward: float | None = None
+
+    @property
+    def policy_ids(self) -> list[int]:
+        """Of the tokens that the policy chose, which are what a reward judges."""
+        ids = self.response_ids
+        return (ids[loss_mask(self.segments).astype(bool)] if self.segments else ids).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,10 +98,17 @@ def _scored(row_id: RowId, reward: Reward) -> Commit:
     return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
 
 
+class _EntryOfPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a prompt's entry; the rest is the reward's."""
+
+    part: str = ""
+
+
 class AdvantageTask:
     """estimate: advantages of a group's rewards; None: those of tokens follow from a critic's values.
 
     max_group_size: samples that a group can have.  max_tokens: that a response can have.
+    mixed: prompts are of parts, which their entries name.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class AdvantageTask:
         *,
         max_group_size: int,
         max_tokens: int,
+        mixed: bool = False,
     ) -> None:
         self._rows = rows
         self._worker_id = worker_id
@@ -120,6 +128,7 @@ class AdvantageTask:
         self._estimate = estimate
         self._max_group_size = max_group_size
         self._max_tokens = max_tokens
+        self._mixed = mixed
         of_critic = (Column.VALUES, Column.VALUE_WEIGHTS, Column.LOSS_MASK) if algorithm.advantage == "gae" else ()
         self._columns = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO, *of_critic)
 
@@ -130,6 +139,7 @@ class AdvantageTask:
         rows = {row: columns for row, columns in zip(ids, read, strict=True) if Column.REWARD in columns}
         if not rows:
             return Commit()  # the group was dropped
+        part = await self._part(unit.group_id) if self._mixed else ""
         rewards = [decode_scalar(Column.REWARD, columns[Column.REWARD]) for columns in rows.values()]
         infos = [rollout_info_decoder.decode(columns.get(Column.ROLLOUT_INFO, b"")) for columns in rows.values()]
         shaped = np.asarray(rewards, np.float32) + overlong_penalty(
@@ -147,6 +157,7 @@ class AdvantageTask:
             components=_mean_components([*rows.values()]),
             value_versions=_value_versions([*rows.values()]),
             environment_tokens=sum(info.environment_tokens for info in infos),
+            part=part,
         )
         append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=f"{fmean(rewards):.4f}")
         writes = [
@@ -158,6 +169,14 @@ class AdvantageTask:
             for index, (row, columns) in enumerate(zip(rows, found, strict=True))
         ]
         return Commit(rows=writes)
+
+    async def _part(self, group_id: GroupId) -> str:
+        """ "" where its entry names none, as that of a held-out problem. Raises MessageError."""
+        (group,) = await self._rows.read_groups([group_id], [Column.TASK_ENTRY])
+        try:
+            return msgspec.json.decode(group.get(Column.TASK_ENTRY, b"{}"), type=_EntryOfPart).part
+        except msgspec.MsgspecError as error:
+            raise MessageError(f"the entry of a group of [data.mix] names no part: {error}") from error
 
     def _advantages(
         self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]]
@@ -217,29 +236,35 @@ def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]
     return {name: fmean(found) for name, found in values.items()}
 
 
+RowLogprobs = Callable[[RowId, PromptGroup], Awaitable[NDArray[np.float32]]]
+
+
 class ReferenceTask:
     """Logprobs of each response under the model that training started from, or a teacher; only with ``kl_coef`` > 0.
 
-    logprobs: those of some groups' rows, by row id; called on one thread at a time.
+    logprobs: [R] of a row's response, given the row and it with its prompt; asked for many rows together. May raise
+    RewardError.
     """
 
-    def __init__(
-        self,
-        rows: RowStore,
-        worker_id: WorkerId,
-        logprobs: Callable[[Sequence[PromptGroup]], Mapping[RowId, NDArray[np.float32]]],
-    ) -> None:
+    def __init__(self, rows: RowStore, worker_id: WorkerId, logprobs: RowLogprobs) -> None:
         self._rows = rows
         self._worker_id = worker_id
-        self._passes = Passes(partial(asyncio.to_thread, logprobs))
+        self._logprobs = logprobs
+
+    @staticmethod
+    def computed(
+        logprobs: Callable[[Sequence[PromptGroup]], Mapping[RowId, NDArray[np.float32]]],
+    ) -> RowLogprobs:
+        """By a model of this process. logprobs: those of some groups' rows; called on one thread at a time."""
+        return Passes(partial(asyncio.to_thread, logprobs)).take
 
     async def __call__(self, unit: Unit) -> Commit:
-        """Reference logprobs of one row. Raises MessageError for columns that do not decode."""
+        """Reference logprobs of one row. Raises MessageError for columns that do not decode; RewardError."""
         group = await read_sample(self._rows, unit, self._worker_id)
         if isinstance(group, Commit):
             return group
         row_id, column = RowId(unit.unit_id), Column.REFERENCE_LOGPROBS
-        logprobs = await self._passes.take(row_id, group)
+        logprobs = await self._logprobs(row_id, group)
         return Commit(rows=(RowWrite(row_id=row_id, columns={column: encode_array(column, logprobs)}),))
 
 

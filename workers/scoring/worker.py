@@ -42,6 +42,7 @@ from workers.models import Detokenize, load_detokenizer, model_cache, prepare_mo
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
 from workers.scoring.tasks import AdvantageTask, Handle, ReferenceTask, RewardTask, Unit
+from workers.scoring.teacher import Teacher
 from workers.user_functions.advantage import own_advantage
 
 log = structlog.get_logger(__name__)
@@ -58,7 +59,8 @@ class ScoringWorker:
     """Scores until cancelled.
 
     model_dir: tokenizer, and the reference model where there is one.  allowed_reward: "module:function" named on this
-    worker's own command line, and allowed_advantage.  rows: where columns live; the broker's own hashes by default.
+    worker's own command line, and allowed_advantage.  teacher: the server that has the reference model.  rows: where
+    columns live; the broker's own hashes by default.
     Raises (constructor): RewardSetupError, AlgorithmError: the run's is another than the allowed one, or is none.
     """
 
@@ -74,6 +76,7 @@ class ScoringWorker:
         reward_path: str = "",
         allowed_advantage: str = "",
         functions_path: str = "",
+        teacher: Teacher | None = None,
         rows: RowStore | None = None,
     ) -> None:
         self._broker = broker
@@ -88,6 +91,7 @@ class ScoringWorker:
         by_critic = settings.has_critic
         self._estimate = None if by_critic else own or estimator(settings.algorithm.advantage)
         self._pool = open_pool(settings, spec, processes=REWARD_PROCESSES)
+        self._teacher = teacher
         self._consumers: dict[str, TaskConsumer] = {}
 
     async def run(self) -> None:
@@ -119,6 +123,8 @@ class ScoringWorker:
             raise first_error(failures) from None
         finally:
             await self._pool.close()
+            if self._teacher is not None:
+                await self._teacher.close()
 
     async def _trial(self) -> list[Sample]:
         """Rows to try the reward on, none where it once passed: a judge that is down for a moment must end no run."""
@@ -139,14 +145,18 @@ class ScoringWorker:
                 self._estimate,
                 max_group_size=settings.pipeline.group_size,
                 max_tokens=settings.sampling.max_new_tokens,
+                mixed=bool(settings.data.mix),
             ),
         }
-        if settings.algorithm.kl_coef > 0:
+        if self._teacher is not None:
+            await self._teacher.start()
+            tasks["reference"] = ReferenceTask(self._rows, self._worker_id, self._teacher.logprobs)
+        elif settings.algorithm.kl_coef > 0:
             from workers.trainer.policy.model import reference_logprobs  # torch: only where it is needed
 
             directory = await asyncio.to_thread(reference_dir, settings, self._model_dir)
             logprobs = await asyncio.to_thread(reference_logprobs, directory, settings)
-            tasks["reference"] = ReferenceTask(self._rows, self._worker_id, logprobs)
+            tasks["reference"] = ReferenceTask(self._rows, self._worker_id, ReferenceTask.computed(logprobs))
         return tasks
 
     def activity(self) -> Activity:

@@ -206,6 +206,7 @@ class EmbeddedEngine:
             waiting=max(self._outstanding - running, 0),
             busy_s=self._busy_s,
             tokens=self._decoder.tokens if self._decoder else 0,
+            cached_tokens=self._decoder.reused_tokens if self._decoder else 0,
         )
 
     async def close(self) -> None:

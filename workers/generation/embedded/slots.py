@@ -10,6 +10,10 @@ remains of a neighbour is the rounding of a GEMM of another shape.
                            │ the prompt of a new group is computed once and written to all its slots
                            └ if they were too few, it is kept for the group's other samples
 
+A turn that may be continued (``GenerationRequest.keep``) leaves its KV behind when it frees its slot. The sample's next
+turn takes it again under the same weights, and what was added since is fed token by token beside the others' steps: as
+much arithmetic as its prefill, no pass of its own, and nothing of what was there before.
+
 Source: ours; continuous batching as in Orca (OSDI 2022), prompts and decode tokens in one pass as in Sarathi-Serve
 (OSDI 2024). Re-computing the prompts of partly admitted groups took 23% of the time on long-tailed lengths.
 """
@@ -214,15 +218,81 @@ class WaitingGroups:
         return removed
 
 
+KEPT_SHARE = 0.25
+"""Tokens of turns that may be continued, over those of all slots: the oldest are dropped, and computed again."""
+
+SampleKey = tuple[GroupId, int, int]
+"""Group, attempt, sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTurn:
+    """token_ids: [T] those whose keys and values ``kv`` has, all of them of the present weights."""
+
+    token_ids: NDArray[np.int32]
+    kv: Sequence[torch.Tensor]
+
+
+class KeptTurns:
+    """The KV of turns that wait for what is said to them, up to ``max_tokens`` tokens; the oldest go first.
+
+    reused_tokens: of prompts, taken from here so far.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._turns: dict[SampleKey, KeptTurn] = {}
+        self._tokens = 0
+        self.reused_tokens = 0
+
+    def put(self, key: SampleKey, turn: KeptTurn) -> None:
+        self._remove(key)
+        self._turns[key] = turn
+        self._tokens += len(turn.token_ids)
+        while self._tokens > self._max_tokens:
+            self._remove(next(iter(self._turns)))
+
+    def begins(self, request: GenerationRequest) -> KeptTurn | None:
+        """The turn whose ids the prompt of a request begins with, if what comes behind them is no longer than they are:
+        fed token by token, a longer one would take more steps than it saves passes."""
+        if len(request.samples) != 1:
+            return None
+        turn = self._turns.get((*request.key, request.samples[0]))
+        ids = request.prompt_ids
+        if turn is None or not len(turn.token_ids) < len(ids) <= 2 * len(turn.token_ids):
+            return None
+        return turn if np.array_equal(ids[: len(turn.token_ids)], turn.token_ids) else None
+
+    def take(self, request: GenerationRequest, turn: KeptTurn) -> None:
+        self.reused_tokens += len(turn.token_ids)
+        self._remove((*request.key, request.samples[0]))
+
+    def drop(self, keys: Collection[tuple[GroupId, int]]) -> None:
+        for key in [one for one in self._turns if one[:2] in keys]:
+            self._remove(key)
+
+    def clear(self) -> None:
+        self._turns.clear()
+        self._tokens = 0
+
+    def _remove(self, key: SampleKey) -> None:
+        if (turn := self._turns.pop(key, None)) is not None:
+            self._tokens -= len(turn.token_ids)
+
+
 @dataclass(slots=True, kw_only=True)
 class RunningSample:
-    """One sample in a slot. limit: new tokens.  spans: (first token, weights), one more at each change of weights."""
+    """One sample in a slot. limit: new tokens.  spans: (first token, weights), one more at each change of weights.
+    weights: at its admission.  unfed: last tokens of its prompt that no step has computed yet.
+    """
 
     request: GenerationRequest
     sample: int
     limit: int
     queued_s: float
     admitted_at_s: float
+    weights: WeightIdentity
+    unfed: int = 0
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[tuple[int, WeightIdentity]] = field(default_factory=list[tuple[int, WeightIdentity]])
@@ -230,7 +300,7 @@ class RunningSample:
     @property
     def kv_tokens(self) -> int:
         """Tokens in its slot: the last drawn one is written by the next step."""
-        return len(self.request.prompt_ids) + max(len(self.token_ids) - 1, 0)
+        return len(self.request.prompt_ids) - self.unfed + max(len(self.token_ids) - 1, 0)
 
     def add(self, token_id: int, logprob: float, weights: WeightIdentity) -> None:
         if not self.spans or self.spans[-1][1] != weights:
@@ -320,12 +390,18 @@ class SlotDecoder:
             model.forward.kv_shape, slots=slots, max_tokens=model.max_context, dtype=like.dtype, device=like.device
         )
         self._waiting = WaitingGroups()
+        self._kept = KeptTurns(int(KEPT_SHARE * slots * model.max_context))
         self._running: list[RunningSample] = []
         self._table = np.zeros(slots, SLOT)
 
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Of prompts, whose KV an earlier turn had left."""
+        return self._kept.reused_tokens
 
     @property
     def has_work(self) -> bool:
@@ -342,11 +418,17 @@ class SlotDecoder:
 
     def abort(self, keys: Collection[tuple[GroupId, int]]) -> list[Result]:
         """Stop these (group, attempt)s: running samples come out with what they have, waiting ones as a failure."""
+        self._kept.drop(keys)
         waiting = self._waiting.remove(keys)
         results: list[Result] = [group.request.failure(group.samples, ABORTED_UNSTARTED) for group in waiting]
         now_s = self._clock.now_s()
         stopped = [slot for slot, sample in enumerate(self._running) if sample.request.key in keys]
-        results += [self._leave(slot).completion(FinishReason.ABORT, now_s) for slot in reversed(stopped)]
+        for slot in reversed(stopped):
+            left = self._leave(slot)
+            if left.token_ids:
+                results.append(left.completion(FinishReason.ABORT, now_s))
+            else:  # it was still fed what was said to it
+                results.append(left.request.failure((left.sample,), ABORTED_UNSTARTED))
         return results
 
     @torch.inference_mode()
@@ -358,12 +440,14 @@ class SlotDecoder:
         for name, tensor in tensors.items():
             self.parameters[name].copy_(tensor)
         self.weights = weights
+        self._kept.clear()
         if self._waiting.started is not None:
             self._waiting.started.kept = None
 
     @torch.inference_mode()
     def step(self) -> list[Result]:
         """Admit what fits, draw one token for every running sample, and return those that ended."""
+        self._continue()
         num_decode = len(self._running)
         admitted = self._admit()
         if not self._running:
@@ -379,10 +463,49 @@ class SlotDecoder:
         token_ids, logprobs = sample_tokens(logits, draw)
         running["last_token"] = token_ids
         running["generated"] += 1
-        self.tokens += len(token_ids)
-        for sample, token_id, logprob in zip(self._running, token_ids.tolist(), logprobs.tolist(), strict=True):
-            sample.add(token_id, logprob, self.weights)
+        for slot, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True)):
+            sample = self._running[slot]
+            sample.unfed = max(0, sample.unfed - 1)
+            if sample.unfed:  # what was drawn is not its next token: that is in its prompt
+                running["last_token"][slot] = sample.request.prompt_ids[-sample.unfed]
+            else:
+                self.tokens += 1
+                sample.add(token_id, logprob, self.weights)
         return self._hand_out(np.isfinite(logprobs).tolist())
+
+    def _continue(self) -> None:
+        """Give free slots to waiting turns whose beginning is kept; what is behind it is fed by the next steps."""
+        while len(self._running) < self.slots and (group := self._waiting.first()) is not None:
+            request, slot = group.request, len(self._running)
+            if (turn := self._kept.begins(request)) is None:
+                return
+            (sample,) = self._waiting.take(1)
+            self._kept.take(request, turn)
+            self._kv.reserve(len(request.prompt_ids), slot)
+            self._kv.paste_prompt(slice(slot, slot + 1), turn.kv)
+            unfed = len(request.prompt_ids) - len(turn.token_ids)
+            # The position of a step is that of its token, and its draw is numbered from 0 where the prompt ends.
+            self._enter(group, sample, generated=1 - unfed, last_token=int(request.prompt_ids[-unfed]), unfed=unfed)
+
+    def _enter(
+        self, group: WaitingGroup, sample: int, *, generated: int = 0, last_token: int = 0, unfed: int = 0
+    ) -> None:
+        """The next free slot is this sample's."""
+        request, now_s = group.request, self._clock.now_s()
+        drawn, stream = request.sampling, stream_key(request.sampling.seed, sample)
+        row = (drawn.temperature, drawn.top_p, drawn.top_k, stream, len(request.prompt_ids), generated, last_token)
+        self._table[len(self._running)] = row
+        self._running.append(
+            RunningSample(
+                request=request,
+                sample=sample,
+                limit=request.limit(sample),
+                queued_s=now_s - group.queued_at_s,
+                admitted_at_s=now_s,
+                weights=self.weights,
+                unfed=unfed,
+            )
+        )
 
     def _admit(self) -> list[_Admission]:
         """Give the free slots to waiting samples, a group at a time; they are running from now on."""
@@ -390,23 +513,11 @@ class SlotDecoder:
         prefill_tokens = 0
         while len(self._running) < self.slots and (group := self._waiting.first()) is not None:
             prefill_tokens += len(group.request.prompt_ids) if group.kept is None else 0
-            if prefill_tokens > MAX_PREFILL_TOKENS and admitted:
+            if self._kept.begins(group.request) or (prefill_tokens > MAX_PREFILL_TOKENS and admitted):
                 break
-            first, now_s = len(self._running), self._clock.now_s()
+            first = len(self._running)
             for sample in self._waiting.take(self.slots - first):
-                drawn, tokens = group.request.sampling, len(group.request.prompt_ids)
-                stream = stream_key(drawn.seed, sample)
-                row = (drawn.temperature, drawn.top_p, drawn.top_k, stream, tokens, 0, 0)
-                self._table[len(self._running)] = row
-                self._running.append(
-                    RunningSample(
-                        request=group.request,
-                        sample=sample,
-                        limit=group.request.limit(sample),
-                        queued_s=now_s - group.queued_at_s,
-                        admitted_at_s=now_s,
-                    )
-                )
+                self._enter(group, sample)
             admitted.append(_Admission(group, slice(first, len(self._running))))
         return admitted
 
@@ -461,12 +572,17 @@ class SlotDecoder:
         results: list[Result] = []
         now_s = self._clock.now_s()
         for slot in reversed(range(len(self._running))):
-            reason = self._running[slot].finish_reason(self._stops)
+            sample = self._running[slot]
+            reason = None if sample.unfed else sample.finish_reason(self._stops)
             if not finite[slot]:
                 self._kv.clear(slot)  # a masked position still meets its value as 0 * value, and 0 * NaN is NaN
                 left, why = self._leave(slot), f"logits are not finite under weights {self.weights}"
                 results.append(left.request.failure((left.sample,), why))
             elif reason is not None:
+                if sample.request.keep and sample.weights == self.weights:
+                    ids = np.concatenate([sample.request.prompt_ids, np.array(sample.token_ids[:-1], np.int32)])
+                    turn = KeptTurn(ids, self._kv.copy_prompt(slot, len(ids)))
+                    self._kept.put((*sample.request.key, sample.sample), turn)
                 results.append(self._leave(slot).completion(reason, now_s))
         return results
 

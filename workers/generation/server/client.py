@@ -259,6 +259,15 @@ class ServerClient(ABC):
         """Undo what a worker that died in the middle of an update left behind."""
         await self.resume()
 
+    @abstractmethod
+    async def prompt_logprobs(self, prompt: Sequence[int] | str, start: int) -> list[tuple[int, float | None]]:
+        """(token id, its logprob given those before it) of the tokens of a prompt from ``start`` on, at temperature 1.
+
+        prompt: token ids; or a text, which the server encodes.  The first token of a prompt has no logprob. Needs no
+        loader of ours: any server of this kind will do. Raises ServerAnswerError, also for an answer of other tokens
+        than were asked; ServerUnavailableError.
+        """
+
     async def update(self, order: LoadOrder, label: str, *, served: str, processes: int) -> None:
         """Have ``order`` carried out: running samples wait between two steps meanwhile, and go on from their KV.
 
@@ -328,6 +337,14 @@ class ServerClient(ABC):
             raise ServerUnavailableError(self.url, f"{path} was not done within {deadline_s:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailableError(self.url, f"{path}: {error or type(error).__name__}") from error
+
+    def _checked(
+        self, found: list[tuple[int, float | None]], prompt: Sequence[int] | str
+    ) -> list[tuple[int, float | None]]:
+        """``found``, if these are the last tokens of ``prompt``."""
+        if not isinstance(prompt, str) and [token for token, _ in found] != list(prompt[len(prompt) - len(found) :]):
+            raise ServerAnswerError(self.url, 0, "logprobs of other tokens than it was asked for")
+        return found
 
     def _read(self, kind: type[T], raw: bytes) -> T:
         try:

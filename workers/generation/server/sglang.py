@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -42,6 +42,12 @@ class _MetaInfo(Answer, frozen=True, kw_only=True):
     output_token_logprobs: list[tuple[float | None, int, Any]] = msgspec.field(
         default_factory=list[tuple[float | None, int, Any]]
     )
+
+
+class _PromptInfo(Answer, frozen=True, kw_only=True):
+    """input_token_logprobs: (logprob, token id, text) of each token of the prompt from the one asked for on."""
+
+    input_token_logprobs: list[tuple[float | None, int, Any]]
 
 
 class _Event(Event, frozen=True, kw_only=True):
@@ -169,6 +175,19 @@ class SglangClient(ServerClient):
                 message=meta.finish_reason.message if meta.finish_reason else "",
                 cached_tokens=meta.cached_tokens,
             )
+
+    async def prompt_logprobs(self, prompt: Sequence[int] | str, start: int) -> list[tuple[int, float | None]]:
+        """Its first entry has no logprob, wherever it begins: so it begins one token earlier."""
+        before = max(0, start - 1)
+        body = {
+            "text" if isinstance(prompt, str) else "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": before,
+        }
+        answer = await self._call("POST", "/generate", body, self._request_s)
+        entries = self._read_field("meta_info", _PromptInfo, answer).input_token_logprobs
+        return self._checked([(token, logprob) for logprob, token, _ in entries][start - before :], prompt)
 
     async def abort(self, rid: str) -> None:
         """The server stops every rid that begins with ``rid``."""

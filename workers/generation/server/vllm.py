@@ -12,13 +12,13 @@ its user's, and one elsewhere belongs into a network of your own.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from transport.process.programs import python_module
-from workers.errors import ModelError
+from workers.errors import ModelError, ServerAnswerError
 from workers.generation.engine import GenerationRequest
 from workers.generation.server.client import (
     CALL_S,
@@ -85,7 +85,25 @@ class _Event(Event, frozen=True, kw_only=True):
     usage: _Usage | None = None
 
 
+class _PromptLogprob(Answer, frozen=True, kw_only=True):
+    logprob: float
+
+
+class _ScoredPrompt(Answer, frozen=True, kw_only=True):
+    """prompt_logprobs: of each token by its id, None for the first."""
+
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None]
+    prompt_token_ids: list[int] | None = None
+
+
+class _Model(Answer, frozen=True, kw_only=True):
+    id: str
+
+
 class VllmClient(ServerClient):
+    _served = ""
+    """What it calls its model, once it was asked."""
+
     async def health(self, deadline_s: float) -> None:
         """/health alone is answered by a process that computes nothing."""
         await super().health(deadline_s)
@@ -150,6 +168,31 @@ class VllmClient(ServerClient):
             elif event.usage is not None:
                 details = event.usage.prompt_tokens_details
                 yield replace(so_far, cached_tokens=details.cached_tokens if details else 0)
+
+    async def prompt_logprobs(self, prompt: Sequence[int] | str, start: int) -> list[tuple[int, float | None]]:
+        """Over its OpenAI interface, which every vLLM server has."""
+        if not self._served:
+            models = self._read_field("data", list[_Model], await self._call("GET", "/v1/models"))
+            self._served = models[0].id if models else ""
+        body = {
+            "model": self._served,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,  # none but the prompt's own tokens
+            "return_token_ids": True,
+        }
+        answer = await self._call("POST", "/v1/completions", body, self._request_s)
+        (choice,) = self._read_field("choices", tuple[_ScoredPrompt], answer)
+        ids = choice.prompt_token_ids if isinstance(prompt, str) else list(prompt)
+        if ids is None or len(ids) != len(choice.prompt_logprobs):
+            raise ServerAnswerError(self.url, 0, "its logprobs are not one for each token of the prompt")
+        found: list[tuple[int, float | None]] = []
+        for token, logprobs in list(zip(ids, choice.prompt_logprobs, strict=True))[start:]:
+            if logprobs is not None and str(token) not in logprobs:
+                raise ServerAnswerError(self.url, 0, "logprobs of other tokens than it was asked for")
+            found.append((token, logprobs[str(token)].logprob if logprobs is not None else None))
+        return found
 
     async def abort(self, rid: str) -> None:
         await self._call("POST", "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{rid}"]})
