@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -89,8 +89,14 @@ HEALTH = "/health"
 READING = ("GET", "HEAD")
 Opens = Callable[[str], bool]
 """Whether a key that a client presents opens this listener; it takes as long for a nearly right one as for any."""
-Refuse = Callable[[int, str, dict[str, str] | None], Response]
-"""(status, why, headers) -> the answer to what may not pass."""
+
+
+class Refuse(Protocol):
+    """The answer to what may not pass."""
+
+    def __call__(self, status: int, reason: str, headers: dict[str, str] | None = None, /) -> Response: ...
+
+
 KEY_WANTED = (
     "the key is missing or wrong: send 'Authorization: Bearer KEY'; it is in the file api.secret of the run's directory"
 )
