@@ -96,10 +96,10 @@ class SlurmLauncher:
         is_step = bool(self._allocation) and spec.name in self._begun
         command, name = self.command(spec, as_step=is_step), self._name(spec.name)
         # a process of a batch script inherits what its allocation was asked for, which is not for another job
-        unset = {} if is_step else {key: "" for key in os.environ if key.startswith("SLURM_") and key != "SLURM_CONF"}
-        begun_at = output.stat().st_size if output.exists() else 0
+        inherited = () if is_step else [key for key in os.environ if key.startswith("SLURM_") and key != "SLURM_CONF"]
+        begun_at = _size(output)
         process = await start_child(
-            ["env", *(f"--unset={key}" for key in unset), *command] if unset else command,
+            ["env", *(f"--unset={key}" for key in inherited), *command] if inherited else command,
             {**spec.env, **({"STREAMRL_RANKS": os.urandom(8).hex()} if spec.ranks > 1 else {})},
             output,
         )
@@ -213,6 +213,10 @@ class SrunProcess:
             await asyncio.wait({asyncio.ensure_future(self._process.wait())}, timeout=ANSWER_S)
             if self._process.returncode is None:  # its node does not answer: srun ends the job when it ends
                 self._process.kill()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 async def _ask(*words: str) -> str:
