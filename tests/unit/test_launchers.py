@@ -134,6 +134,15 @@ async def test_its_exit_code_says_whether_it_is_started_again(slurm: Path, tmp_p
         assert children.restarts == {"generate-1": 1}
 
 
+async def test_a_lost_node_is_no_clean_exit_though_srun_says_so(slurm: Path, tmp_path: Path):
+    """As Slurm 22.05 does: exit code 0."""
+    lost = "echo 'srun: error: Node failure on n1' >&2"
+    answers(slurm, "srun", f"[[ $(wc -l <{slurm}/srun.args) == 1 ]] && {lost}; exit 0")
+    children = Children(tmp_path, max_restarts=1, launcher=slurm_launcher(tmp_path))
+    await children.keep(WORKER)
+    assert children.restarts == {"generate-1": 1}
+
+
 async def test_what_is_pending_has_the_schedulers_reason(slurm: Path, tmp_path: Path):
     answers(slurm, "srun", "exec sleep 30")
     answers(slurm, "squeue", "echo '12|streamrl/mine/generate-1|Resources'; echo '13|other|Priority'")

@@ -7,7 +7,8 @@ srun passes on the environment (through slurmctld, never argv), output and exit 
 a supervisor that was killed leaves little behind; what it left is found by name when the run is resumed. A job's
 comment names the run's directory, by which two runs with one name are told apart.
 
-Source: ours. Exit codes as measured with Slurm 22.05: a cancelled job or step is 143, a killed task 137, a lost node 1.
+Source: ours. Exit codes as measured with Slurm 22.05: a cancelled job or step is 143, a killed task 137, and 0
+where the node was lost: only its last words tell that from work that is done.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 import structlog
 
 from orchestrator.errors import ConfigError
-from orchestrator.launch.launchers.base import ProcessSpec, Resources
+from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources
 from orchestrator.launch.launchers.local import start_child
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
@@ -36,6 +37,7 @@ ANSWER_S = 20.0
 """For one question to slurmctld: a busy one retries by itself for about 10 s."""
 NOTICE_S = 120
 """Before its time limit a batch script is told, so that the run stops as by a signal, with everything kept."""
+NODE_FAILED = b"srun: error: Node failure"
 ALLOCATION = "SLURM_JOB_ID"
 
 
@@ -94,13 +96,16 @@ class SlurmLauncher:
         is_step = bool(self._allocation) and spec.name in self._begun
         command, name = self.command(spec, as_step=is_step), self._name(spec.name)
         # a process of a batch script inherits what its allocation was asked for, which is not for another job
-        unset = {} if is_step else {key: "" for key in os.environ if key.startswith("SLURM_") and key != "SLURM_CONF"}
+        inherited = () if is_step else [key for key in os.environ if key.startswith("SLURM_") and key != "SLURM_CONF"]
+        begun_at = _size(output)
         process = await start_child(
-            ["env", *(f"--unset={key}" for key in unset), *command] if unset else command,
+            ["env", *(f"--unset={key}" for key in inherited), *command] if inherited else command,
             {**spec.env, **({"STREAMRL_RANKS": os.urandom(8).hex()} if spec.ranks > 1 else {})},
             output,
         )
-        started = self._started[spec.name] = SrunProcess(process, name, self._allocation if is_step else "")
+        started = self._started[spec.name] = SrunProcess(
+            process, name, self._allocation if is_step else "", output, begun_at
+        )
         return started
 
     def command(self, spec: ProcessSpec, *, as_step: bool) -> list[str]:
@@ -156,10 +161,12 @@ class SrunProcess:
     A signal to srun itself would end the job at once, without time for a worker to hand its work back.
     """
 
-    def __init__(self, process: Process, name: str, allocation: str) -> None:
+    def __init__(self, process: Process, name: str, allocation: str, output: Path, begun_at: int) -> None:
+        """output, begun_at: where it writes, and from which byte on."""
         self._process = process
         self.name = name
         self._allocation = allocation
+        self._output, self._begun_at = output, begun_at
         self._asking: set[asyncio.Task[None]] = set()
 
     @property
@@ -171,7 +178,13 @@ class SrunProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        return await self._process.wait()
+        code = await self._process.wait()
+        return NODE_LOST if code == 0 and self._lost_node() else code
+
+    def _lost_node(self) -> bool:
+        with self._output.open("rb") as file:
+            file.seek(self._begun_at)
+            return any(line.startswith(NODE_FAILED) for line in file)
 
     def terminate(self) -> None:
         self._signal("TERM")
@@ -200,6 +213,10 @@ class SrunProcess:
             await asyncio.wait({asyncio.ensure_future(self._process.wait())}, timeout=ANSWER_S)
             if self._process.returncode is None:  # its node does not answer: srun ends the job when it ends
                 self._process.kill()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 async def _ask(*words: str) -> str:
