@@ -257,13 +257,13 @@ class EndpointSettings(Section, frozen=True, kw_only=True):
 
     enabled: bool = False  # samples are the conversations of agents that lease them; each generation worker listens
     host: HostName = "127.0.0.1"  # off loopback STREAMRL_SECRET has to be set
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the first worker, the next has the next one; 0: free ones
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # port of the first worker, the next has the next one; 0: free ones
     model: str = ""  # name that requests must give; empty: model.path; "*": any
     tool_calls: Literal["hermes", "json", "none"] = (
         "hermes"  # how the model writes them: in <tool_call> tags, as a bare JSON object; none: they stay text
     )
     max_turn_tokens: AtLeast0 = 0  # tokens of one answer; 0: what the conversation has left
-    max_turns: AtLeast1 = 64  # answers in a session
+    max_turns: AtLeast1 = 64  # turns of the policy in a session
     silence_s: Positive = 300.0  # a session that sends nothing for so long has lost its agent: it is leased again
     max_session_s: Positive = 1800.0  # from lease to end, however busy: then it is leased again
     max_leases: AtLeast1 = 3  # of one sample, before it counts as a failed attempt (pipeline.max_attempts)
