@@ -311,7 +311,7 @@ class Shape:
 
 WIDEST = 64  # of a tree that is no star; beyond it depth shrinks by little
 MOST_TREES = 8  # of a site, unless there are more ranks to root them at
-ABOUT = 1.05  # of the least time: within what links are known to
+ABOUT = 1.02  # of the least time: within what links are known to
 
 
 def _shapes(hosts: int, most_trees: int) -> Iterator[Shape]:

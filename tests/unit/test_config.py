@@ -322,7 +322,7 @@ def test_missing_file_and_preset(tmp_path: Path):
         ("liveness.lease_s=soon", 'liveness.lease_s must be a number > 0 (seconds), not "soon"'),
         ("broker.max_retained_bytes=2GB", 'must be a whole number >= 1000000 (bytes), not "2GB"'),
         ("data.shuffle=maybe", 'data.shuffle must be true or false, not "maybe"'),
-        ("pipeline.update=now", 'must be one of "barrier", "staggered", "in_flight", not "now"'),
+        ("pipeline.update=now", 'must be one of "barrier", "together", "staggered", "in_flight", not "now"'),
         ("generation.dtype=fp16", 'must be one of "bfloat16", "float32", not "fp16"'),
         ("trainer.betas=[1]", "trainer.betas must be a list of 2, each a number in [0, 1), not [1]"),
         ("data.params=3", "data.params must be a table"),

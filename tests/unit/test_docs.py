@@ -107,8 +107,8 @@ def names(app) -> set[str]:
 
 
 REFERENCES = {
-    "broker", "figures", "glossary", "life-of-a-sample", "metrics", "models-and-machines", "security", "settings",
-    "waits",
+    "broker", "figures", "glossary", "learning", "life-of-a-sample", "metrics", "models-and-machines", "security",
+    "settings", "waits",
 }  # fmt: skip
 """Pages that are looked things up in. Every other page of docs is about a feature, and tries it."""
 

@@ -49,6 +49,7 @@ def lines(process: subprocess.Popen[str]) -> Iterator[str]:
     return iter(process.stdout.readline, "")
 
 
+@pytest.mark.chaos
 def test_the_documented_agent_trains_a_run_whose_worker_dies(tmp_path: Path) -> None:
     script = str(REPOSITORY / "docs/examples/endpoint_agent.py")
     with LiveRun(tmp_path, *ENDPOINT) as run, agent(sys.executable, script, str(run.run_dir), cwd=tmp_path) as process:
