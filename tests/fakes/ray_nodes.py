@@ -49,16 +49,16 @@ def ray_nodes(directory: Path) -> Iterator[RayNodes]:
             env=environment(PATIENCE),
             start_new_session=True,
         )
-    try:
-        yield RayNodes(process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
+    with process:  # closes its pipes
         try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=10)
+            yield RayNodes(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _main() -> None:
