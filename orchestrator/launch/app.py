@@ -33,7 +33,6 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-import msgspec
 import structlog
 import uvloop
 
@@ -48,7 +47,7 @@ from orchestrator.http import check_listening, open_listener
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
 from orchestrator.launch.checks import FIRST_ANSWER_S, check_cluster, check_inputs, prepare_model
 from orchestrator.launch.console import RunConsole
-from orchestrator.launch.growth import PENDING_TTL_S, STOP_GRACE_S, add_workers, report_loss
+from orchestrator.launch.growth import STOP_GRACE_S, add_workers, report_loss, tell_pending
 from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.processes import Children, Fleet, score_arguments, train_arguments
@@ -114,7 +113,7 @@ from transport.process import faults
 from transport.process.clock import Clock, MonotonicClock
 from transport.process.http import run_key, serve_http
 from transport.process.programs import command, configure_logs, ending_signals, leave_terminal
-from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
+from transport.process.secret import secrets_env
 from transport.rows.run_rows import open_rows
 from transport.tensors.shm import segment_directories, sweep_stale
 
@@ -222,13 +221,12 @@ async def _growing(
     launcher = open_launcher(settings, rundir, begun=())
     children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts, launcher=launcher)
     url, password = without_password(settings.broker.url)
-    secrets = {BROKER_PASSWORD: password or settings.broker.password, SHARED_SECRET: settings.api.secret}
     fleet = Fleet(
         settings=settings,
         run_dir=rundir.path,
         model_dir=model_dir,
         url=url,
-        env={variable: value for variable, value in secrets.items() if value},
+        env=secrets_env(password or settings.broker.password, settings.api.secret),
         is_local=launcher.is_local,
     )
     async with AsyncExitStack() as stack:
@@ -248,11 +246,7 @@ async def _growing(
             tasks.append(group.create_task(children.keep(spec, on_death=on_death), name=spec.name))
             return spec
 
-        async def report(pending: Mapping[str, str]) -> None:
-            with suppress(TransientError):
-                await broker.put_meta(keys.PENDING, msgspec.json.encode(pending), ttl_s=PENDING_TTL_S)
-
-        tasks = [group.create_task(children.watch_pending(report), name="pending")]
+        tasks = [group.create_task(children.watch_pending(partial(tell_pending, broker)), name="pending")]
         adding = add_workers(broker, start, first=settings.generation.num_workers)
         tasks.append(group.create_task(adding, name="add workers"))
         finished = await serving()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+import msgspec
 import structlog
 
 from orchestrator.launch.launchers.base import ProcessSpec
@@ -64,6 +65,12 @@ async def _free_number(broker: Broker, number: int) -> int:
         while f"{WorkerKind.GENERATE.value}-{number}" in taken:
             number += 1
     return number
+
+
+async def tell_pending(broker: Broker, pending: Mapping[str, str]) -> None:
+    """Tell the orchestrator's watchdog what the engine has not started, and why; for as long as it is told again."""
+    with suppress(TransientError):
+        await broker.put_meta(keys.PENDING, msgspec.json.encode(pending), ttl_s=PENDING_TTL_S)
 
 
 async def report_loss(broker: Broker, spec: ProcessSpec, pid: int | None) -> None:

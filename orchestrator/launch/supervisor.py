@@ -25,7 +25,6 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 
 from orchestrator.config.load import Resolved, render
@@ -44,7 +43,7 @@ from orchestrator.launch.checks import (
 )
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
-from orchestrator.launch.growth import PENDING_TTL_S, REPORT_S, STOP_GRACE_S, add_workers, report_loss
+from orchestrator.launch.growth import REPORT_S, STOP_GRACE_S, add_workers, report_loss, tell_pending
 from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.processes import Children, Fleet, Liveness, Restarts, names_of, workers_of
@@ -62,7 +61,7 @@ from transport.contracts.types import RunName, WorkerKind
 from transport.errors import BrokerUnavailableError, DirectoryError, StreamError, TransientError, first_error
 from transport.process.clock import MonotonicClock
 from transport.process.programs import configure_logs, ending_signals, leave_terminal, shown
-from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
+from transport.process.secret import secrets_env
 from transport.tensors.shm import segment_directories, sweep_stale
 
 log = structlog.get_logger(__name__)
@@ -176,8 +175,6 @@ class Supervisor:
             stack.push_async_callback(broker.close)
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
             stack.push_async_callback(self._announce_stop, broker)
-            secrets = {BROKER_PASSWORD: password, SHARED_SECRET: self._settings.api.secret}
-            env = {variable: value for variable, value in secrets.items() if value}
             if self._resume and any(self._rundir.journal.glob("snapshot-*")):  # its orchestrator ever began
                 await self._until_stopped(self._reopen(broker))
             self.started = True
@@ -187,7 +184,7 @@ class Supervisor:
                 run_dir=run_dir,
                 model_dir=model_dir,
                 url=url,
-                env=env,
+                env=secrets_env(password, self._settings.api.secret),
                 gpus=self._gpus,
                 is_local=self._launcher.is_local,
                 worker_url=self._server.network_url if self._server else "",
@@ -349,8 +346,7 @@ class Supervisor:
             for name in pending.keys() - told.keys():
                 self._view.note(f"{name} is not started yet: {pending[name]}")
             told = pending
-            with suppress(TransientError):
-                await broker.put_meta(keys.PENDING, msgspec.json.encode(pending), ttl_s=PENDING_TTL_S)
+            await tell_pending(broker, pending)
 
         await self._children.watch_pending(report)
 

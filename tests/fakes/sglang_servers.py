@@ -171,15 +171,21 @@ def app_of(server: FakeServer) -> web.Application:
 async def fake_server(port: int = 0) -> AsyncIterator[FakeServer]:
     """port: 0 for a free one."""
     server = FakeServer()
-    runner = web.AppRunner(app_of(server), shutdown_timeout=0.1)
+    async with serving_app(app_of(server), port) as server.url:
+        yield server
+
+
+@asynccontextmanager
+async def serving_app(app: web.Application, port: int = 0) -> AsyncIterator[str]:
+    """Gives its URL. port: 0 for a free one."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just given up
         sock.bind(("127.0.0.1", port))
         await web.SockSite(runner, sock).start()
-        server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         try:
-            yield server
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
         finally:
             await runner.cleanup()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from tests.fakes.sglang_servers import serving_app
 from transport.contracts.settings import AlgorithmSettings, Settings
 from transport.contracts.types import GroupId, RowId
 from workers.errors import ModelError, RewardError
@@ -85,16 +85,8 @@ class FakeTeacher:
 async def serving_teacher(kind: str, model_dir: Path) -> AsyncIterator[FakeTeacher]:
     server, app = FakeTeacher(kind, model_dir), web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        await web.SockSite(runner, sock).start()
-        server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        try:
-            yield server
-        finally:
-            await runner.cleanup()
+    async with serving_app(app) as server.url:
+        yield server
 
 
 @asynccontextmanager

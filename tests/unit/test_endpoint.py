@@ -84,6 +84,8 @@ async def test_a_conversation_is_a_row_of_the_ids_that_were_sampled(tmp_path: Pa
         ]
         assert one.sampling.temperature == two.sampling.temperature == 0.7, "of the run, whatever an agent asks"
         assert (one.sampling.max_new_tokens, one.sampling.seed != two.sampling.seed) == (50, True)
+        assert one.keep, "its KV is there for the next turn"
+        assert one.conversation == two.conversation == work["id"]
 
 
 async def test_calls_of_tools_are_found_continued_and_masked(tmp_path: Path) -> None:

@@ -375,6 +375,27 @@ def test_a_third_turn_goes_on_from_the_second():
     assert decoder.reused_tokens - reused == len(third.prompt_ids) - 5 - 1
 
 
+@pytest.mark.parametrize(("conversation", "reuses"), [("c", True), ("d", False)])
+def test_turns_of_one_conversation_are_found_whatever_their_groups_are_called(conversation: str, reuses: bool):
+    model = tiny_model("qwen3")
+    decoder = decoder_of(model)
+    asked = replace(request(0, samples=(0,), new_tokens=9), keep=True, conversation="c")
+    (answered,) = run_all(decoder, [asked])
+    turn = replace(next_turn(asked, answered), group_id=GroupId("0/7"), conversation=conversation)
+    (completion,) = run_all(decoder, [turn])
+    assert (decoder.reused_tokens > 0) == reuses
+    check_logprobs(model, [turn], [completion])
+
+
+def test_an_aborted_group_keeps_nothing_whatever_its_conversation():
+    decoder = decoder_of(tiny_model("qwen3"))
+    asked = replace(request(0, samples=(0,), new_tokens=9), keep=True, conversation="c")
+    (answered,) = run_all(decoder, [asked])
+    decoder.abort({asked.key})
+    run_all(decoder, [replace(next_turn(asked, answered), conversation="c")])
+    assert decoder.reused_tokens == 0
+
+
 @pytest.mark.parametrize("why", ["weights", "history", "not asked", "long", "no room"])
 def test_a_turn_whose_beginning_is_not_what_is_kept_is_computed_anew(why, monkeypatch):
     model = tiny_model("qwen3")

@@ -84,6 +84,12 @@ def read_secret(environ: Mapping[str, str], variable: str) -> str:
     return value
 
 
+def secrets_env(broker_password: str, shared_secret: str) -> dict[str, str]:
+    """The environment by which a process that is started learns them; "" is none."""
+    given = {BROKER_PASSWORD: broker_password, SHARED_SECRET: shared_secret}
+    return {variable: value for variable, value in given.items() if value}
+
+
 # --- the user's own ---------------------------------------------------------------------------------------------------
 
 

@@ -439,6 +439,8 @@ class SessionEngine:
             priority=(session.request.priority if session else 0.0) + (LATER_TURN_PRIORITY if later else 0.0),
             attempt=attempt,
             stops=stops,
+            keep=session is not None,
+            conversation=session.name if session else "",
         )
         self._turns[name] = answered = asyncio.get_running_loop().create_future()
         if session is not None:

@@ -38,8 +38,9 @@ STOP_MARGIN = 8
 
 
 class StopStrings:
-    """Where a response ends because its text holds one of ``generation.stop``, or one of its
-    request's own: the same for every engine.
+    """Where a response ends because its text holds one of ``generation.stop``, or of its request's own.
+
+    The same for every engine.
 
     Servers run without a tokenizer: token ids in, token ids out. So strings are looked for here. A response ends with
     the token that completes the first stop string: the policy sampled that token, so it stays, with its logprob, and
@@ -92,7 +93,8 @@ class GenerationRequest:
     ignore_eos it replays recorded lengths exactly.
     prompt_text, entry: of the group, for an environment; not read by an engine.
     stops: beside those of ``generation.stop``.
-    keep: its samples may be continued, so an engine may keep what it computed of them.
+    keep: its samples may be continued, so an engine may keep what it computed of them.  conversation: names whose turn
+    it is, where each turn is a group of its own; "": that of the group's attempt.
     """
 
     group_id: GroupId
@@ -106,6 +108,7 @@ class GenerationRequest:
     entry: bytes = b""
     stops: StopStrings = NO_STOPS
     keep: bool = False
+    conversation: str = ""
 
     @property
     def key(self) -> tuple[GroupId, int]:

@@ -317,11 +317,11 @@ class WeightPuller:
         whole_deadline = self._limit.deadline(delta.total_bytes, given_up)
         failure: StreamError | None = None
         try:
-            for address, deadline, reach_s in self._in_turn(delta.sources, part.host, whole_deadline, receiving):
+            found = choose_sources(delta.sources, part.host)
+            for address, deadline, reach_s in self._in_turn(found, whole_deadline, receiving):
                 try:
                     with closing(self._open(address, delta.total_bytes, deadline, reach_s)) as segment:
-                        if self._relay is not None and isinstance(segment, TcpSegment):
-                            self._relay.listen(segment.own_host)
+                        self._listen_facing(segment, wish)
                         receiving.take(segment)
                 except PULL_FAILURES as error:
                     failure = error
@@ -337,13 +337,12 @@ class WeightPuller:
         return False
 
     def _in_turn(
-        self, sources: Sequence[str], host: str, whole_deadline: Deadline, receiving: Receiving
+        self, found: Sequence[Address], whole_deadline: Deadline, receiving: Receiving
     ) -> Iterator[tuple[Address, Deadline, float]]:
-        """Each that can be read from here, best first, until when it is borne with, and how long it may take to greet.
+        """Each of ``found``, best first, until when it is borne with, and how long it may take to greet.
 
-        The last of ``sources`` is the publisher, for which time is left.
+        The last of them is the publisher, for which time is left.
         """
-        found = choose_sources(sources, host)
         addresses = sorted(found, key=self._is_away)
         for number, address in enumerate(addresses):
             if address == found[-1]:
@@ -431,13 +430,13 @@ class WeightPuller:
         receiving = Receiving([wish.stretch(piece) for piece in pieces if not wish.has_come(piece)])
         if pieces and receiving.is_done:
             return wish.received(pieces)
-        addresses, idle = choose_sources(part.sources, part.host), 0
-        if not any(wish.may_map(address) for address in addresses):
+        found, idle = choose_sources(part.sources, part.host), 0
+        if not any(wish.may_map(address) for address in found):
             wish.memory.allocate()  # or nobody need be asked
         try:
-            while addresses and idle < ROUNDS:
+            while found and idle < ROUNDS:
                 received = receiving.nbytes
-                for address, deadline, reach_s in self._in_turn(part.sources, part.host, wish.deadline, receiving):
+                for address, deadline, reach_s in self._in_turn(found, wish.deadline, receiving):
                     try:
                         return self._open_at(address, wish, part, pieces, receiving, stack, reach_s, deadline)
                     except PULL_FAILURES as error:
@@ -471,8 +470,7 @@ class WeightPuller:
                     stack.enter_context(opened.pop_all())
                     return mapped
                 del mapped  # the pieces that are right are taken from it all the same
-            if self._relay is not None and wish.relayed is not None and isinstance(segment, TcpSegment):
-                self._relay.listen(segment.own_host)
+            self._listen_facing(segment, wish)
             if isinstance(segment, TcpSegment) and self._shared(segment, address, wish):
                 self.way = "mapped"
                 return wish.received(pieces)
@@ -485,6 +483,11 @@ class WeightPuller:
                 raise
             self.way = "ucx" if isinstance(segment, TcpSegment) and segment.by_ucx else address.scheme
         return wish.received(pieces)
+
+    def _listen_facing(self, segment: Segment, wish: _Wish) -> None:
+        """What is passed on is served from now on, where others of the source's network reach this host."""
+        if self._relay is not None and wish.relayed is not None and isinstance(segment, TcpSegment):
+            self._relay.listen(segment.own_host)
 
     def _shared(self, segment: TcpSegment, address: Address, wish: _Wish) -> bool:
         """Map what another worker of this host receives, as soon as it is whole there. False: that cannot be had.

@@ -221,14 +221,19 @@ class WaitingGroups:
 KEPT_SHARE = 0.25
 """Tokens of turns that may be continued, over those of all slots: the oldest are dropped, and computed again."""
 
-SampleKey = tuple[GroupId, int, int]
-"""Group, attempt, sample."""
+TurnKey = tuple[str | tuple[GroupId, int], int]
+"""Whose turn: a conversation, or a group's attempt; sample."""
+
+
+def turn_key(request: GenerationRequest, sample: int) -> TurnKey:
+    return request.conversation or request.key, sample
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTurn:
-    """token_ids: [T] those whose keys and values ``kv`` has, all of them of the present weights."""
+    """of: group and attempt.  token_ids: [T] those whose keys and values ``kv`` has, all of the present weights."""
 
+    of: tuple[GroupId, int]
     token_ids: NDArray[np.int32]
     kv: Sequence[torch.Tensor]
 
@@ -241,11 +246,11 @@ class KeptTurns:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._turns: dict[SampleKey, KeptTurn] = {}
+        self._turns: dict[TurnKey, KeptTurn] = {}
         self._tokens = 0
         self.reused_tokens = 0
 
-    def put(self, key: SampleKey, turn: KeptTurn) -> None:
+    def put(self, key: TurnKey, turn: KeptTurn) -> None:
         self._remove(key)
         self._turns[key] = turn
         self._tokens += len(turn.token_ids)
@@ -257,7 +262,7 @@ class KeptTurns:
         fed token by token, a longer one would take more steps than it saves passes."""
         if len(request.samples) != 1:
             return None
-        turn = self._turns.get((*request.key, request.samples[0]))
+        turn = self._turns.get(turn_key(request, request.samples[0]))
         ids = request.prompt_ids
         if turn is None or not len(turn.token_ids) < len(ids) <= 2 * len(turn.token_ids):
             return None
@@ -265,17 +270,17 @@ class KeptTurns:
 
     def take(self, request: GenerationRequest, turn: KeptTurn) -> None:
         self.reused_tokens += len(turn.token_ids)
-        self._remove((*request.key, request.samples[0]))
+        self._remove(turn_key(request, request.samples[0]))
 
     def drop(self, keys: Collection[tuple[GroupId, int]]) -> None:
-        for key in [one for one in self._turns if one[:2] in keys]:
+        for key in [one for one, turn in self._turns.items() if turn.of in keys]:
             self._remove(key)
 
     def clear(self) -> None:
         self._turns.clear()
         self._tokens = 0
 
-    def _remove(self, key: SampleKey) -> None:
+    def _remove(self, key: TurnKey) -> None:
         if (turn := self._turns.pop(key, None)) is not None:
             self._tokens -= len(turn.token_ids)
 
@@ -581,8 +586,8 @@ class SlotDecoder:
             elif reason is not None:
                 if sample.request.keep and sample.weights == self.weights:
                     ids = np.concatenate([sample.request.prompt_ids, np.array(sample.token_ids[:-1], np.int32)])
-                    turn = KeptTurn(ids, self._kv.copy_prompt(slot, len(ids)))
-                    self._kept.put((*sample.request.key, sample.sample), turn)
+                    turn = KeptTurn(sample.request.key, ids, self._kv.copy_prompt(slot, len(ids)))
+                    self._kept.put(turn_key(sample.request, sample.sample), turn)
                 results.append(self._leave(slot).completion(reason, now_s))
         return results
 
