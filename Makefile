@@ -15,6 +15,8 @@ PYTEST := $(BIN)/python -m pytest
 # A process a core, four at most: each holds torch, and starts processes of its own.
 SIDE_BY_SIDE := -n $(JOBS) --maxprocesses 4 --dist worksteal
 export PYTHON VENV_FLAGS TORCH_INDEX
+# Where it is set, each of a run's processes compiles our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test explore fuzz test-chaos test-long chaos-random test-sglang test-vllm compose-test check fmt bench gallery setup clean
 
