@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.fakes.live_run import EMULATED, QUICK, LiveRun, check_whole
+from tests.fakes.live_run import EMULATED, PACED, QUICK, LiveRun, check_whole
 from transport.contracts.messages import MAX_MESSAGE_BYTES, encode
 
 pytestmark = pytest.mark.chaos
@@ -19,7 +19,7 @@ OUTAGE_S = 10.0
 
 
 def test_a_broker_that_is_away_for_ten_seconds_costs_nobody_a_place(tmp_path: Path):
-    with LiveRun(tmp_path, *QUICK, "run.batches=20") as run:
+    with LiveRun(tmp_path, *QUICK, *PACED, "run.batches=20") as run:
         run.wait_for_batch(2)
         broker = run.child("valkey-server")
         before = {run.child("workers", kind).pid for kind in ("generate", "score", "train")}
@@ -44,7 +44,7 @@ def streams(client: redis.Redis, *, own: bool) -> list[str]:
 
 
 def test_foreign_bytes_in_the_shared_streams_are_passed_over(tmp_path: Path):
-    with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
+    with LiveRun(tmp_path, *QUICK, *PACED, "run.batches=12") as run:
         run.wait_for_batch(2)
         client = run.redis()
         shared = streams(client, own=False)
@@ -74,7 +74,7 @@ def test_events_of_rows_that_cannot_be_are_buried_and_the_run_goes_on(tmp_path: 
 
 @pytest.mark.parametrize("which", OWN)
 def test_a_foreign_writer_of_the_orchestrators_streams_is_named(tmp_path: Path, which: str):
-    with LiveRun(tmp_path, *EMULATED, "emulated.time_scale=0.1", "run.batches=400") as run:
+    with LiveRun(tmp_path, *PACED, "run.batches=400") as run:
         run.wait_for_batch(2)
         client = run.redis()
         (stream, *_) = [name for name in streams(client, own=True) if which in name]
@@ -86,7 +86,7 @@ def test_a_foreign_writer_of_the_orchestrators_streams_is_named(tmp_path: Path, 
 
 
 def test_a_second_run_of_a_live_name_is_refused_and_the_first_goes_on(tmp_path: Path):
-    with LiveRun(tmp_path, *EMULATED, "emulated.time_scale=0.1", "run.batches=400") as run:
+    with LiveRun(tmp_path, *PACED, "run.batches=400") as run:
         run.wait_for_batch(1)
         same = ("run", "--preset", "tiny", "--name", "tiny")
         again = run.command(*same)

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.live_run import EMULATED, QUICK, LiveRun
+from tests.fakes.live_run import PACED, QUICK, LiveRun, check_whole
 from tests.fakes.redis_servers import ServerProcess, filled, find_binary, small_disk
 
 pytestmark = pytest.mark.chaos
-
-SLOW = (*QUICK, *EMULATED, "emulated.time_scale=0.1")
 
 
 @pytest.fixture
@@ -35,15 +33,8 @@ def children(run: LiveRun) -> set[int]:
     return {run.child(*words).pid for words in kinds}
 
 
-def check_finished(run: LiveRun, batches: int) -> None:
-    assert run.wait_for_end() == 0, run.describe()
-    assert {line["batch"] for line in run.metrics()} == set(range(batches))
-    audit = run.audit()
-    assert audit.returncode == 0, audit.stdout + audit.stderr
-
-
 def test_a_run_waits_for_room_in_its_brokers_memory_and_nobody_loses_his_place(tmp_path: Path, server: ServerProcess):
-    with LiveRun(tmp_path, *SLOW, f"broker.url={server.url}", "run.batches=30") as run:
+    with LiveRun(tmp_path, *QUICK, *PACED, f"broker.url={server.url}", "run.batches=30") as run:
         run.wait_for_batch(3)
         before = children(run)
         server.limit_memory(1)
@@ -55,14 +46,14 @@ def test_a_run_waits_for_room_in_its_brokers_memory_and_nobody_loses_his_place(t
         run.wait_until(lambda: "takes writes again" in run.output, "word of the room")
         run.wait_for_batch(full_at + 3)
         assert children(run) == before
-        check_finished(run, 30)
+        check_whole(run, batches=30)
 
 
 def test_a_broker_that_stays_full_ends_the_run_with_its_own_code_and_resume_waits(
     tmp_path: Path, server: ServerProcess
 ):
     short = ("broker.outage_s=8.0", f"broker.url={server.url}", "run.batches=20")
-    with LiveRun(tmp_path, *SLOW, *short) as run:
+    with LiveRun(tmp_path, *QUICK, *PACED, *short) as run:
         run.wait_for_batch(2)
         server.limit_memory(1)
         assert run.wait_for_end() == 5, run.describe()
@@ -71,16 +62,16 @@ def test_a_broker_that_stays_full_ends_the_run_with_its_own_code_and_resume_wait
         run.start("--resume", "--set", "broker.outage_s=300.0")
         run.wait_until(lambda: run.output.count("everything waits for it") == 2, "word of the full broker")
         server.limit_memory(0)
-        check_finished(run, 20)
+        check_whole(run, batches=20)
 
 
 @pytest.mark.parametrize("appendfsync", ["everysec", "always"])
 def test_a_run_waits_for_room_on_the_disk_of_its_embedded_broker(tmp_path: Path, appendfsync: str):
     """With "always" the server ends when it cannot write, and cannot start until there is room."""
-    run = LiveRun(tmp_path, *SLOW, f"broker.appendfsync={appendfsync}", "run.batches=30")
+    run = LiveRun(tmp_path, *QUICK, *PACED, f"broker.appendfsync={appendfsync}", "run.batches=30")
     with small_disk(run.run_dir / "broker") as disk, run:
         run.wait_for_batch(3)
         with filled(disk):
             run.wait_until(lambda: "everything waits for it" in run.output, "word of the full disk")
         run.wait_until(lambda: "takes writes again" in run.output, "word of the room")
-        check_finished(run, 30)
+        check_whole(run, batches=30)

@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.core.model.groups import STABLE_S
 from orchestrator.sim.replay import recorded_commands
-from tests.fakes.live_run import BATCHES, EMULATED, QUICK, LiveRun, check_whole
+from tests.fakes.live_run import BATCHES, EMULATED, PACED, QUICK, LiveRun, check_whole
 from transport.contracts.messages import SlotOutcome
 
 pytestmark = pytest.mark.chaos
@@ -80,7 +80,7 @@ def test_a_supervisor_killed_before_its_run_began_is_resumed(tmp_path: Path):
 
 def test_a_stopped_child_does_not_outlive_a_killed_supervisor(tmp_path: Path):
     """It cannot end itself, and once it goes on it would write into the run of the next supervisor."""
-    with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
+    with LiveRun(tmp_path, *QUICK, *PACED, "run.batches=12") as run:
         run.wait_for_batch(2)
         for words in (("orchestrator", "serve"), ("workers", "train"), ("valkey-server",)):
             run.kill(*words, number=signal.SIGSTOP)

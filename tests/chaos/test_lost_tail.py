@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.live_run import QUICK, LiveRun, check_whole
+from tests.fakes.live_run import PACED, QUICK, LiveRun, check_whole
 
 pytestmark = pytest.mark.chaos
 
@@ -28,7 +28,7 @@ def lose_tail(run: LiveRun, kept: float) -> None:
 
 @pytest.mark.parametrize("kept", [0.97, 0.6, 0.0])
 def test_a_broker_that_lost_its_tail_is_told_again_and_the_rest_is_made_again(tmp_path: Path, kept: float):
-    with LiveRun(tmp_path, *QUICK, "run.batches=24") as run:
+    with LiveRun(tmp_path, *QUICK, *PACED, "run.batches=24") as run:
         run.wait_for_batch(4)
         lose_tail(run, kept)
         run.wait_for_batch(12)
@@ -38,7 +38,7 @@ def test_a_broker_that_lost_its_tail_is_told_again_and_the_rest_is_made_again(tm
 
 
 def test_a_resumed_run_needs_its_journal_and_checkpoints_but_not_its_broker(tmp_path: Path):
-    with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
+    with LiveRun(tmp_path, *QUICK, *PACED, "run.batches=12") as run:
         run.wait_for_batch(5)
         run.interrupt(signal.SIGKILL)
         run.wait_for_end()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.live_run import LiveRun, check_whole
+from tests.fakes.live_run import PACED, LiveRun, check_whole
 
 pytestmark = pytest.mark.chaos
 
@@ -18,7 +18,7 @@ PATIENT = ("liveness.lease_s=120.0", "scoring.lease_s=5.0", "pipeline.rollout_ti
 
 
 def test_a_stopped_scoring_worker_is_named_and_the_run_goes_on_with_it(tmp_path: Path):
-    with LiveRun(tmp_path, *PATIENT, "run.batches=12", "liveness.warn_s=3.0", "liveness.stall_s=300.0") as run:
+    with LiveRun(tmp_path, *PACED, *PATIENT, "run.batches=12", "liveness.warn_s=3.0", "liveness.stall_s=300.0") as run:
         run.wait_for_batch(2)
         stopped = run.kill("workers", "score", number=signal.SIGSTOP)
         run.wait_until(lambda: "blocked: scoring waits for the scores of" in run.output, "word of the blocked stage")
@@ -39,7 +39,7 @@ def test_a_stopped_scoring_worker_is_named_and_the_run_goes_on_with_it(tmp_path:
 
 def test_a_stall_ends_the_run_with_its_own_code_and_resume_finishes(tmp_path: Path):
     quick = ("liveness.lease_s=29.0", "pipeline.rollout_timeout_s=20.0", "liveness.warn_s=3.0", "liveness.stall_s=30.0")
-    with LiveRun(tmp_path, *quick, "run.batches=12", "scoring.lease_s=5.0") as run:
+    with LiveRun(tmp_path, *PACED, *quick, "run.batches=12", "scoring.lease_s=5.0") as run:
         run.wait_for_batch(2)
         run.kill("workers", "score", number=signal.SIGSTOP)
         assert run.wait_for_end() == 3, run.describe()
@@ -55,7 +55,7 @@ def test_a_stall_ends_the_run_with_its_own_code_and_resume_finishes(tmp_path: Pa
 )
 def test_a_process_that_hangs_is_ended_and_started_again(tmp_path: Path, words: tuple[str, str], name: str):
     """Nobody else could do its work, and it cannot report itself."""
-    with LiveRun(tmp_path, "run.batches=12", "liveness.lease_s=3.0", "liveness.stall_s=400.0") as run:
+    with LiveRun(tmp_path, *PACED, "run.batches=12", "liveness.lease_s=3.0", "liveness.stall_s=400.0") as run:
         run.wait_for_batch(2)
         run.kill(*words, number=signal.SIGSTOP)
         run.wait_until(lambda: f"{name} gave no sign of life" in run.output, "word of the hung process")
