@@ -38,7 +38,7 @@ chaos-random: .venv/.ready-dev ## random faults in random modes for MINUTES, dra
 test-chaos: .venv/.ready-dev ## kill real processes at named points of a run
 	@$(PYTEST) $(SIDE_BY_SIDE) -m "chaos and not long" $(TESTS) $(ARGS)
 
-test-long: .venv/.ready-dev ## the tests that wait for minutes, and what is installed without make
+test-long: .venv/.ready-dev ## tests that wait for minutes, further kills, and what is installed without make
 	@$(PYTEST) $(SIDE_BY_SIDE) -m long $(TESTS) $(ARGS)
 
 test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLANG_VENV=DIR

@@ -225,8 +225,10 @@ def prepare(
     """Turn a model path into a local Hugging Face directory, check its kind and chat template, and print it."""
     from workers.models import check_kind, model_cache, prepare_model, try_chat_template
 
-    directory = prepare_model(model, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
-    check_kind(directory)
+    kept = model_cache(os.environ)
+    directory = prepare_model(model, cache_dir=kept, trust_remote_code=trust_remote_code)
+    if directory.parent != kept:  # those we wrote ourselves, as what they are
+        check_kind(directory)
     try_chat_template(directory)
     print(directory)
 

@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from transport.contracts import tokenizer
 from transport.contracts.types import Struct
 from transport.errors import InputFileError
 from transport.process.files import read_json
@@ -224,7 +225,7 @@ def _check_weights(directory: Path) -> None:
 def check_kind(directory: Path) -> None:
     """Whether the model writes text, and its tokenizer can be read: for a model that brings no code of its own.
 
-    Raises ModelError. It takes the seconds of transformers, and no torch.
+    Raises ModelError. It takes the seconds of transformers and torch.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -330,12 +331,10 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 def load_tokenizer(model_dir: Path) -> Any:
     """The model's own, of transformers. Raises ModelError where there is none."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load a tokenizer from {model_dir}: {error}") from error
+        return tokenizer.load_tokenizer(model_dir)
+    except InputFileError as error:
+        raise ModelError(f"cannot load a tokenizer from {model_dir}: {error.problem}") from error
 
 
 def load_detokenizer(model_dir: Path, *, special: bool = False) -> Detokenize:

@@ -74,7 +74,7 @@ from orchestrator.loop.routes import route_weights
 from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
 from orchestrator.observability.http.status import PageHistory, StatusBoard, publish_status
-from orchestrator.observability.live import PlainView
+from orchestrator.observability.live import open_view
 from orchestrator.observability.metrics import MetricsLog
 from orchestrator.observability.samples import SAMPLES, RecentSamples, SampleKeeper
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
@@ -182,7 +182,7 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
     await broker.close()  # it answers: worth a directory and a model
     rundir = RunDir(Path(settings.run.dir) / name)
     rundir.claim(render(resolved), resume=resume)
-    view = PlainView()
+    view = open_view(plain=True)
     try:
         model_dir = model_dir or await prepare_model(settings.model.path, rundir.logs, view.note)
         view.note(f"run {name} in {rundir.path}; workers join with (on another host, with the streamrl-worker there)")

@@ -5,8 +5,12 @@ Invariant: whatever a model wrote is stripped of control characters before a ter
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -36,9 +40,49 @@ class View(Protocol):
 
 
 def open_view(*, plain: bool) -> View:
-    """A table if stdout is a terminal and ``plain`` is not asked for, else lines."""
+    """A table if stdout is a terminal and ``plain`` is not asked for, else lines. Who stops reading ends no run."""
     console = Console(highlight=False)
-    return PlainView() if plain or not console.is_terminal else TableView(console)
+    return UnreadView(PlainView() if plain or not console.is_terminal else TableView(console))
+
+
+class UnreadView:
+    """``view``, whose reader may go away: a terminal that is closed, a pager that is left. What it would say then is
+    dropped, and so is all that this process writes there afterwards. Whether the run ends is up to the signal that a
+    terminal sends (``nohup`` keeps it away).
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def note(self, text: str) -> None:
+        self._say(partial(self._view.note, text))
+
+    def batch(self, line: Mapping[str, Any]) -> None:
+        self._say(partial(self._view.batch, line))
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        self._say(partial(self._view.status, status))
+
+    def close(self) -> None:
+        self._say(self._view.close)
+
+    def _say(self, say: Callable[[], None]) -> None:
+        try:
+            say()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            _write_nowhere()
+
+
+def _write_nowhere() -> None:
+    """Stdout, and stderr where it goes to the same place: what lies in their buffers has to go somewhere at the end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    gone = os.fstat(sys.stdout.fileno())
+    for stream in (sys.stderr, sys.stdout):
+        if os.path.samestat(os.fstat(stream.fileno()), gone):
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def batch_line(line: Mapping[str, Any], num_batches: int | None = None, *, left_s: float | None = None) -> str:

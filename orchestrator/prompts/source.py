@@ -25,10 +25,12 @@ from numpy.typing import NDArray
 
 from orchestrator.errors import DataError
 from orchestrator.prompts.dataset import ChatMessage, Problem, load_problems
+from transport.contracts import tokenizer
 from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
 from transport.contracts.settings import DataSettings, ScoringSettings, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId, SamplingParams
+from transport.errors import InputFileError
 from transport.process.files import replace
 
 DEFAULT_CONTEXT = 2048
@@ -375,22 +377,11 @@ class PromptEncoder:
 
 
 def load_tokenizer(model_dir: Path) -> Any:
-    """The tokenizer that transformers would choose, without torch where that is possible: 0.4 s instead of 3 s.
-
-    A directory whose tokenizer is of the plain fast class is all in tokenizer.json; others name a class of their model.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    config = model_dir / "tokenizer_config.json"
+    """Raises DataError where there is none."""
     try:
-        named = json.loads(config.read_bytes()).get("tokenizer_class") if config.is_file() else None
-        if named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (model_dir / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(model_dir)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
+        return tokenizer.load_tokenizer(model_dir)
+    except InputFileError as error:
+        raise DataError(f"the tokenizer in {model_dir} cannot be read: {error.problem}") from error
 
 
 def load_detokenizer(model_dir: Path) -> Callable[[Sequence[int]], str]:

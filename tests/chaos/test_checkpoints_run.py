@@ -33,7 +33,7 @@ def test_a_flipped_byte_in_the_newest_checkpoint_costs_batches_and_not_the_run(t
 
 @pytest.mark.parametrize(
     ("faults", "settings"),
-    [({"train.checkpoint_placed": 4}, EMULATED), ({"train.model_removed": 1}, ())],
+    [({"train.checkpoint_placed": 4}, EMULATED), pytest.param({"train.model_removed": 1}, (), marks=pytest.mark.long)],
     ids=["checkpoint", "model"],
 )
 def test_a_kill_between_the_steps_of_the_last_save_is_made_good(

@@ -37,7 +37,7 @@ def epochs(run: LiveRun) -> set[int]:
     return {report.weights.epoch for report in readies if isinstance(report, TrainerReady)}
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_its_death_is_waited_for_and_nothing_is_trained_twice(tmp_path: Path, staleness: int):
     with LiveRun(tmp_path, *PPO, f"pipeline.max_staleness={staleness}", "run.batches=12") as run:
         run.wait_for_batch(3)
@@ -51,7 +51,10 @@ def test_its_death_is_waited_for_and_nothing_is_trained_twice(tmp_path: Path, st
 
 @pytest.mark.parametrize(
     "faults",
-    [{"critic.valued": 5, "critic.round_accumulated": 3}, {"critic.stepped": 2, "critic.checkpoint_saved": 2}],
+    [
+        {"critic.valued": 5, "critic.round_accumulated": 3},
+        pytest.param({"critic.stepped": 2, "critic.checkpoint_saved": 2}, marks=pytest.mark.long),
+    ],
     ids=lambda faults: "+".join(faults),
 )
 def test_it_survives_deaths_at_named_points(tmp_path: Path, faults: dict[str, int]):
@@ -60,6 +63,7 @@ def test_it_survives_deaths_at_named_points(tmp_path: Path, faults: dict[str, in
         assert run.died_at() == set(faults), "a point was not reached: the test proved nothing of it"
 
 
+@pytest.mark.long
 def test_it_dies_together_with_trainer_and_scorer(tmp_path: Path):
     with LiveRun(tmp_path, *PPO, "run.batches=10") as run:
         run.wait_for_batch(2)
@@ -68,6 +72,7 @@ def test_it_dies_together_with_trainer_and_scorer(tmp_path: Path):
         check_both(run, batches=10)
 
 
+@pytest.mark.long
 def test_a_killed_supervisor_is_resumed_with_it(tmp_path: Path):
     with LiveRun(tmp_path, *PPO, "run.batches=10") as run:
         run.wait_for_batch(3)
@@ -78,6 +83,7 @@ def test_a_killed_supervisor_is_resumed_with_it(tmp_path: Path):
         check_both(run, batches=10)
 
 
+@pytest.mark.long
 def test_a_run_that_is_over_is_resumed_to_train_more(tmp_path: Path):
     with LiveRun(tmp_path, *PPO) as run:
         check_both(run)
@@ -97,6 +103,7 @@ def test_one_that_always_dies_ends_the_run_by_name(tmp_path: Path):
         assert run.survivors() == []
 
 
+@pytest.mark.long
 def test_one_that_hangs_is_replaced(tmp_path: Path):
     with LiveRun(tmp_path, *PPO, "run.batches=8") as run:
         run.wait_for_batch(2)

@@ -72,7 +72,7 @@ def test_events_of_rows_that_cannot_be_are_buried_and_the_run_goes_on(tmp_path: 
         assert "starting it again" not in run.output
 
 
-@pytest.mark.parametrize("which", OWN)
+@pytest.mark.parametrize("which", [OWN[0], *(pytest.param(one, marks=pytest.mark.long) for one in OWN[1:])])
 def test_a_foreign_writer_of_the_orchestrators_streams_is_named(tmp_path: Path, which: str):
     with LiveRun(tmp_path, *PACED, "run.batches=400") as run:
         run.wait_for_batch(2)

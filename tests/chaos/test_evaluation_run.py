@@ -52,6 +52,7 @@ def test_a_run_evaluates_while_it_trains_and_trains_none_of_it(tmp_path: Path):
         assert "Held-out problems" in (run.run_dir / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_two_sets_are_asked_each_in_its_way_and_told_apart(tmp_path: Path):
     sets = ("plain.problems=8", "drawn.problems=4", "drawn.samples=4")
     with LiveRun(tmp_path, *QUICK, "eval.every=2", "eval.budget=1.0", *(f"eval.sets.{one}" for one in sets)) as run:
@@ -84,7 +85,9 @@ def test_two_sets_are_asked_each_in_its_way_and_told_apart(tmp_path: Path):
     "faults",
     [
         {"generate.row_ready": 3, "score.claimed": 2, "orchestrator.journaled": 30},
-        {"generate.claimed": 4, "train.published": 2, "orchestrator.executed": 40},
+        pytest.param(
+            {"generate.claimed": 4, "train.published": 2, "orchestrator.executed": 40}, marks=pytest.mark.long
+        ),
     ],
     ids=lambda faults: "+".join(faults),
 )

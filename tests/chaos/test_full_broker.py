@@ -65,7 +65,7 @@ def test_a_broker_that_stays_full_ends_the_run_with_its_own_code_and_resume_wait
         check_whole(run, batches=20)
 
 
-@pytest.mark.parametrize("appendfsync", ["everysec", "always"])
+@pytest.mark.parametrize("appendfsync", [pytest.param("everysec", marks=pytest.mark.long), "always"])
 def test_a_run_waits_for_room_on_the_disk_of_its_embedded_broker(tmp_path: Path, appendfsync: str):
     """With "always" the server ends when it cannot write, and cannot start until there is room."""
     run = LiveRun(tmp_path, *QUICK, *PACED, f"broker.appendfsync={appendfsync}", "run.batches=30")

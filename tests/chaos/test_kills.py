@@ -37,7 +37,7 @@ def test_a_run_survives_deaths_at_named_points(tmp_path: Path, faults: dict[str,
         assert run.died_at() == set(faults), "a point was not reached: the test proved nothing of it"
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_other_staleness_bounds_survive_too(tmp_path: Path, staleness: int):
     faults = {"generate.row_committed": 6, "train.stepped": 3}
     with LiveRun(tmp_path, *QUICK, f"pipeline.max_staleness={staleness}", faults=faults) as run:
@@ -46,7 +46,7 @@ def test_other_staleness_bounds_survive_too(tmp_path: Path, staleness: int):
         assert all(line["staleness_max"] <= staleness for line in run.metrics() if "staleness_max" in line)
 
 
-@pytest.mark.parametrize("appendfsync", ["always", "everysec"])
+@pytest.mark.parametrize("appendfsync", [pytest.param("always", marks=pytest.mark.long), "everysec"])
 def test_the_broker_is_killed_under_load(tmp_path: Path, appendfsync: str):
     with LiveRun(tmp_path, *QUICK, "run.batches=20", f"broker.appendfsync={appendfsync}") as run:
         run.wait_for_batch(2)

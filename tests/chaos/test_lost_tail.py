@@ -26,7 +26,9 @@ def lose_tail(run: LiveRun, kept: float) -> None:
     run.interrupt(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("kept", [0.97, 0.6, 0.0])
+@pytest.mark.parametrize(
+    "kept", [pytest.param(0.97, marks=pytest.mark.long), pytest.param(0.6, marks=pytest.mark.long), 0.0]
+)
 def test_a_broker_that_lost_its_tail_is_told_again_and_the_rest_is_made_again(tmp_path: Path, kept: float):
     with LiveRun(tmp_path, *QUICK, *PACED, "run.batches=24") as run:
         run.wait_for_batch(4)

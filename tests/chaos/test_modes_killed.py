@@ -27,7 +27,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=() if mode in ("full_async", "staggered") else pytest.mark.long) for mode in MODES],
+)
 def test_killed_workers_cost_a_mode_nothing(tmp_path: Path, mode: str):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("\n".join(str(1 + 5 * n % 16) for n in range(16)))

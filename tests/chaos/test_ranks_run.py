@@ -58,6 +58,7 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
+@pytest.mark.long
 def test_a_killed_run_of_two_ranks_is_resumed_from_object_storage(s3: S3Server, tmp_path: Path):
     settings = (*RANKS, "run.batches=6", "trainer.checkpoint_dir=s3://bucket/ranks")
     with LiveRun(tmp_path, *QUICK, *settings) as run:

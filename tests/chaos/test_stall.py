@@ -18,7 +18,7 @@ PATIENT = ("liveness.lease_s=120.0", "scoring.lease_s=5.0", "pipeline.rollout_ti
 
 
 def test_a_stopped_scoring_worker_is_named_and_the_run_goes_on_with_it(tmp_path: Path):
-    with LiveRun(tmp_path, *PACED, *PATIENT, "run.batches=12", "liveness.warn_s=3.0", "liveness.stall_s=300.0") as run:
+    with LiveRun(tmp_path, *PATIENT, "run.batches=12", "liveness.warn_s=3.0", "liveness.stall_s=300.0") as run:
         run.wait_for_batch(2)
         stopped = run.kill("workers", "score", number=signal.SIGSTOP)
         run.wait_until(lambda: "blocked: scoring waits for the scores of" in run.output, "word of the blocked stage")
@@ -51,7 +51,11 @@ def test_a_stall_ends_the_run_with_its_own_code_and_resume_finishes(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "name"), [(("orchestrator", "serve"), "orchestrator"), (("workers", "generate"), "generate-0")]
+    ("words", "name"),
+    [
+        (("orchestrator", "serve"), "orchestrator"),
+        pytest.param(("workers", "generate"), "generate-0", marks=pytest.mark.long),
+    ],
 )
 def test_a_process_that_hangs_is_ended_and_started_again(tmp_path: Path, words: tuple[str, str], name: str):
     """Nobody else could do its work, and it cannot report itself."""

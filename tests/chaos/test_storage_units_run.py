@@ -34,6 +34,7 @@ def test_a_run_outlives_its_units(tmp_path: Path):
         assert len(joined) >= 2, "a killed one joins again, if the run lasts so long"
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_although_its_units_went_with_all_rows(tmp_path: Path):
     with LiveRun(tmp_path, *QUICK, *UNITS) as run:
         run.wait_for_batch(4)

@@ -35,6 +35,7 @@ def test_a_stopped_orchestrator_that_goes_on_after_resume_harms_nothing(tmp_path
         check_replays(run)
 
 
+@pytest.mark.long
 def test_plain_resumes_never_overlap(tmp_path: Path):
     with LiveRun(tmp_path, *SETTINGS) as run:
         for life in range(1, 4):

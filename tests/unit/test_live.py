@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -19,6 +23,7 @@ from orchestrator.observability.live import (
     progress,
 )
 from orchestrator.observability.metrics import mismatch_line, warnings_of
+from tests.fakes.command_line import environment
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import RankerJudged
 
@@ -107,6 +112,24 @@ def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):
     view.note("model x")
     view.batch({"batch": 0})
     assert capsys.readouterr().out == "1 restart  2 dead letters\nmodel x\nbatch 1/3\n"
+
+
+@pytest.mark.parametrize("gone", ["terminal", "pager"])
+def test_a_reader_that_goes_away_ends_nothing(gone: str):
+    """Written before, while, and after: what is left in a buffer must not spoil the exit code."""
+    code = (
+        "import sys; from orchestrator.observability.live import open_view; view = open_view(plain=True);"
+        "sys.stdin.readline(); [view.note('x' * 9000) for _ in range(3)]; view.close();"
+        "print('more'); print('more', file=sys.stderr); sys.exit(7)"
+    )
+    ours, theirs = pty.openpty() if gone == "terminal" else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, env=environment()
+    )
+    os.close(theirs)
+    os.close(ours)
+    process.communicate(b"go\n", timeout=60)
+    assert process.returncode == 7
 
 
 @pytest.mark.parametrize(

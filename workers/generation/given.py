@@ -18,9 +18,8 @@ import numpy as np
 from transport.contracts.settings import DataSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.errors import MessageError
-from workers.errors import ModelError
 from workers.generation.engine import Completion
-from workers.models import stop_token_ids
+from workers.models import load_tokenizer, stop_token_ids
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -37,12 +36,7 @@ class GivenResponses:
     @staticmethod
     def of(directory: Path, data: DataSettings, *, max_tokens: int) -> GivenResponses:
         """With the tokenizer of the model in ``directory``. Raises ModelError."""
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"cannot load a tokenizer from {directory}: {error}") from error
+        tokenizer = load_tokenizer(directory)
         ends = stop_token_ids(directory)
         end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends or not ends else ends[0]
 
