@@ -158,8 +158,8 @@ def test_a_branch_is_computed_as_if_it_were_alone_and_shares_its_rows_advantage_
     weights = batch.tokens.weights_N.split(batch.row_lengths)
     assert [float(part.sum()) for part in weights] == pytest.approx([1.0] * len(groups))
     assert {float(value) for value in batch.tokens.advantages_N} == {0.5}
-    sizes = [pack(piece, "token_mean").input_ids.shape[1] for piece in split_by_tokens(together, 20)]
-    assert max(sizes) <= 20
+    sizes = [pack(piece, "token_mean").input_ids.shape[1] for piece in split_by_tokens(together, 23)]
+    assert sizes == [19, 23], "the last token of each branch is no input"
 
 
 def test_branches_of_a_row_that_do_not_reach_its_end_are_no_batch() -> None:
