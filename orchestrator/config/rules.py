@@ -153,6 +153,11 @@ def _broken_of_endpoint(s: Settings) -> Iterator[tuple[str, str]]:
             "endpoint.enabled generation.lengths",
             "must be false with generation.lengths: an agent decides how much is said",
         )
+    if s.endpoint.branches == "all" and s.algorithm.advantage == "gae":
+        yield (
+            "endpoint.branches algorithm.advantage",
+            'must be "longest" with algorithm.advantage "gae": a critic\'s values follow one line of turns',
+        )
     if s.endpoint.max_turn_tokens > s.sampling.max_new_tokens:
         yield (
             "endpoint.max_turn_tokens sampling.max_new_tokens",
@@ -171,11 +176,6 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
         yield (
             "generation.engine trainer.engine",
             'must be "emulated" with trainer.engine "emulated", which has no weights to serve',
-        )
-    if s.environment.name and s.trainer.engine == "none":
-        yield (
-            "environment.name trainer.engine",
-            'must be empty with trainer.engine "none": a service answers in one turn',
         )
     if s.environment.name and s.data.response_column:
         yield (

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -69,10 +69,12 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``POST /generate``. What is left out is as in the run's section ``sampling``.
 
     prompts: each a text, a list of token ids, or {"messages": [...]}.  samples: of each prompt.  id: names the request.
+    entries: where the run has an environment, what it is told of each prompt; none: nothing of any.
     acknowledge: the reader says with ``taken`` what it has; else what was sent counts as taken.
     """
 
     prompts: Annotated[list[str | list[int] | Chat], msgspec.Meta(min_length=1)]
+    entries: list[dict[str, Any]] = []
     samples: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     id: str = ""
     max_new_tokens: Count | None = None
@@ -199,7 +201,16 @@ class ServiceApi:
                     raise RefusedError(400, reason)
                 sampling = sampling_of(asked, self._settings.sampling)
                 self._service.check_room(name, len(asked.prompts))
-                prompts = await self._encode(asked, sampling.max_new_tokens)
+                if asked.entries and len(asked.entries) != len(asked.prompts):
+                    reason = f"entries must be one for each of the {len(asked.prompts)} prompts, or none at all"
+                    raise RefusedError(400, reason)
+                if asked.entries and not self._settings.environment.name:
+                    raise RefusedError(400, "entries are for an environment, and the run has none (environment.name)")
+                encoded = await self._encode(asked, sampling.max_new_tokens)
+                prompts = [
+                    msgspec.structs.replace(prompt, entry=msgspec.json.encode(entry).decode())
+                    for prompt, entry in zip(encoded, asked.entries or [{}] * len(encoded), strict=True)
+                ]
         except TimeoutError as error:
             reason = f"the prompts were not received and tokenised within {BODY_S:.0f} s: send fewer at a time"
             raise HTTPException(408, reason, {"connection": "close"}) from error

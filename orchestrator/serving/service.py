@@ -73,10 +73,13 @@ Report = Callable[[Event], Awaitable[None]]
 
 
 class StoredPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """text: as the model reads it, "" where only ids were given.  ids: int32, little endian."""
+    """text: as the model reads it, "" where only ids were given.  ids: int32, little endian.  entry: JSON, what an
+    environment is told of it.
+    """
 
     text: str
     ids: bytes
+    entry: str = "{}"
 
     @property
     def num_tokens(self) -> int:
@@ -194,7 +197,7 @@ class RequestStore:
         number, _, index = prompt_id.partition("/")
         prompt = self.get(int(number)).prompts[int(index)]
         ids = np.frombuffer(prompt.ids, dtype="<i4").astype(np.int32)
-        return Prompt(prompt_id=prompt_id, text=prompt.text, prompt_ids=ids, entry_json="{}")
+        return Prompt(prompt_id=prompt_id, text=prompt.text, prompt_ids=ids, entry_json=prompt.entry)
 
     def observe(self, outcome: SlotOutcome) -> None:
         """Every prompt comes once."""
@@ -378,6 +381,11 @@ class Service:
     def _content(self, columns: dict[Column, bytes]) -> dict[str, Any]:
         info = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO])
         token_ids = decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]).tolist()
+        episode: dict[str, Any] = {}
+        if info.segments:
+            episode["segments"] = [{"kind": one.kind.value, "end": one.end} for one in info.segments]
+        if info.reward is not None:
+            episode["reward"] = info.reward
         return {
             "text": self._detokenize(token_ids),
             "token_ids": token_ids,
@@ -385,6 +393,7 @@ class Service:
             "finish_reason": info.finish_reason.value,
             "versions": [{"start": span.start, "end": span.end, **_identity(span.weights)} for span in info.spans],
             "worker": info.worker_id,
+            **episode,
         }
 
     # -- weights

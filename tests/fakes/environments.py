@@ -27,6 +27,18 @@ class Echo:
         return None if done else said, done, float(sum(map(len, self.heard))) if done else None
 
 
+class Told(Echo):
+    """Says what the prompt's entry says, and pays one a turn."""
+
+    def reset(self, prompt: str, entry: dict[str, Any]) -> object:
+        self.says = entry["says"]
+        return super().reset(prompt, entry)
+
+    def step(self, text: str, tokens: Sequence[int]) -> object:
+        said, done, _ = super().step(text, tokens)  # type: ignore[misc]
+        return said, done, 1.0
+
+
 class Unpaid(Echo):
     """It judges nothing."""
 

@@ -21,6 +21,7 @@ from transport.contracts.types import PROTOCOL_VERSION, RunName, WorkerId, Worke
 from transport.process.clock import Clock, MonotonicClock
 from workers.commands.build import publishing_worker
 from workers.generation.emulated import EmulatedEngine, EmulatedLink
+from workers.generation.engine import GenerationEngine
 from workers.generation.worker import GenerationWorker
 from workers.leases.lifecycle import Worker
 
@@ -92,10 +93,12 @@ class ServiceRun:
 
     # -- workers
 
-    def generate(self, name: str = "generate-0.1", clock: Clock | None = None) -> None:
+    def generate(
+        self, name: str = "generate-0.1", clock: Clock | None = None, engine: GenerationEngine | None = None
+    ) -> None:
         """Let a worker join."""
         clock = clock or MonotonicClock()
-        engine = EmulatedEngine(self.settings.emulated, 64, clock)
+        engine = engine or EmulatedEngine(self.settings.emulated, 64, clock)
         broker, worker_id = self.broker(), WorkerId(name)
         link = EmulatedLink(0.0)
         self._run(

@@ -83,7 +83,10 @@ def _row(raw: bytes) -> None:
 
 def _row_input(random: Random) -> bytes:
     info = raw_message(random, messages.RolloutInfo)
-    known = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REWARD, Column.REFERENCE_LOGPROBS)
+    known = (
+        *(Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REWARD, Column.REFERENCE_LOGPROBS),
+        Column.BRANCH_ENDS,
+    )
     row = {str(column): _array(random) for column in known if random.random() < 0.6}
     return packed(row | ({str(Column.ROLLOUT_INFO): info} if random.random() < 0.7 else {}))
 

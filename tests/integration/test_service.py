@@ -39,7 +39,9 @@ from transport.tensors.manifest import digest_tensors, layout_bytes
 from workers.client import ServiceClient
 from workers.client.service import ACK_EVERY
 from workers.client.weights import WeightChannel
+from workers.commands.build import with_environment
 from workers.errors import ClientError
+from workers.generation.emulated import EmulatedEngine
 from workers.models import prepare_model
 from workers.weights.publish import MAX_REASON_CHARACTERS, WeightPublisher
 
@@ -68,6 +70,29 @@ async def test_samples_come_as_they_end_with_all_that_belongs_to_them(tmp_path: 
         assert isinstance(line["text"], str)
         assert line["finish_reason"] in ("stop", "length")
         assert line["versions"][0]["version"] == 0
+
+
+async def test_a_sample_is_an_episode_where_the_service_has_an_environment(tmp_path: Path, model_dir: Path):
+    name, root = "tests.fakes.environments:Told", str(Path(__file__).parents[2])
+    environment = {"name": name, "path": root, "jail": "off", "max_turns": 2, "max_turn_tokens": 3, "processes": 1}
+    tokens = {"max_new_tokens": 60}
+    async with service_run(tmp_path, model_dir, workers=0, environment=environment, sampling=tokens) as run:
+        inner = EmulatedEngine(run.settings.emulated, 64, MonotonicClock())
+        run.generate(engine=await with_environment(inner, run.settings, model_dir, name, root))
+        entries = [{"says": "no"}, {"says": "yes"}]
+        asked = {"prompts": ["12+3=", "1+1="], "entries": entries}
+        status, lines = await run.ask("/generate", asked)
+        assert status == 200
+        assert lines[-1] == {"done": 2}
+        for line in samples(lines):
+            assert [part["kind"] for part in line["segments"]] == ["policy", "tool", "policy"]
+            assert line["segments"][-1]["end"] == len(line["token_ids"]) == len(line["logprobs"])
+            assert line["reward"] == 2.0
+            assert entries[line["prompt"]]["says"] in line["text"]
+        for bad, says in (([{}], "one for each of the 2 prompts"), ([1, 2], "object")):
+            status, (refused,) = await run.ask("/generate", {**asked, "entries": bad})
+            assert status == 400
+            assert says in refused["error"]
 
 
 async def test_an_update_reaches_what_is_asked_after_it(tmp_path: Path, model_dir: Path):
@@ -336,6 +361,7 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"prompts": [[1]], "temperature": -1}, ">= 0"),
     ({"prompts": [[1]], "id": "../x"}, "id must be"),
     ({"prompts": [[1]], "n": 1}, "unknown field"),
+    ({"prompts": [[1]], "entries": [{}]}, "the run has none (environment.name)"),
     ({"prompts": [[1]], "top_k": 10**400}, "<= 2147483648"),
     (b'{"prompts": [[1]], "samples": ' + b"9" * 5000 + b"}", "out of range"),
     ({"prompts": ["x" * 1_000_000]}, "prompt 0 has 1000000 characters; there is room for "),

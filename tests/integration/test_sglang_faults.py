@@ -76,6 +76,44 @@ async def results(engine: ServerEngine, count: int) -> list[Completion | EngineF
     return found
 
 
+async def test_tokens_are_told_as_chunks_come_and_none_behind_a_stop_string(model_dir: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(model_dir)
+    said = tokenizer.encode("4. so <end>and", add_special_tokens=False)
+    end, asked, told = len(said) - len("and"), dict[str, object](), list[tuple[int, list[int], list[float]]]()
+
+    async with fake_server() as server:
+
+        async def generate(http: web.Request) -> web.StreamResponse:
+            asked.update((await http.json())["sampling_params"])
+
+            def chunk(ids: list[int], finish: str | None = None) -> dict[str, object]:
+                meta = {
+                    "finish_reason": {"type": finish} if finish else None,
+                    "weight_versions": [{"version": server.label, "start": 0, "end": len(ids)}],
+                    "output_token_logprobs": [[-token / 100, token, None] for token in ids],
+                }
+                return {"output_ids": ids, "meta_info": meta}
+
+            return await events(http, chunk(said[:4]), chunk(said[:7]), chunk(said, "length"))
+
+        server.answers["/generate"] = generate
+        engine = ServerEngine(SGLANG, replace(settings(model_dir, server), stop=("<end>",)), MonotonicClock())
+        async with serving(engine):
+            wanted = replace(
+                request(tokens=40, samples=1),
+                on_tokens=lambda start, ids, logprobs: told.append((start, list(ids), list(logprobs))),
+            )
+            engine.submit(wanted)
+            (made,) = await results(engine, 1)
+    assert isinstance(made, Completion)
+    assert made.response_ids.tolist() == said[:end]
+    assert [start for start, *_ in told] == [0, 4, 7]
+    assert [one for _, ids, _ in told for one in ids] == said[:end]
+    assert [one for *_, logprobs in told for one in logprobs] == [-token / 100 for token in said[:end]]
+    assert asked["stream_interval"] == sender.STREAM_TOKENS
+
+
 async def test_a_stop_string_calls_the_sample_off_and_nothing_after_it_is_kept(model_dir: Path) -> None:
     """The server does not know the string: it goes on until it is told, and sends what it made meanwhile."""
     tokenizer = character_tokenizer()

@@ -749,7 +749,6 @@ def test_the_schema_is_what_the_fields_say():
 
 def test_what_an_environment_cannot_be_is_refused():
     assert 'must be "calculator" or module:function, not "solver"' in error_of("environment.name=solver")
-    assert "a service answers in one turn" in error_of("environment.name=calculator", preset="service")
     assert "is where a module:function lies" in error_of("environment.path=mine", preset="tiny")
     too_long = error_of("environment.name=calculator", "environment.max_turn_tokens=99", preset="tiny")
     assert "must be at most sampling.max_new_tokens, which bounds the whole episode" in too_long

@@ -101,6 +101,27 @@ async def test_running_samples_go_on_under_new_weights_and_say_from_which_token(
     assert 3 <= before.end == after.start < after.end == 100
 
 
+async def test_tokens_that_are_wanted_as_they_come_are_told_before_the_end():
+    async with Engine(slots=4, costs=EmulatedSettings(time_scale=0.1, step_s=0.02, load_s=0.0)) as engine:
+        told: list[tuple[int, list[int], list[float]]] = []
+        asked = GenerationRequest(
+            group_id=GroupId("0/0"),
+            prompt_ids=np.ones(4, np.int32),
+            samples=(0,),
+            sampling=SamplingParams(max_new_tokens=50, seed=7),
+            on_tokens=lambda start, ids, logprobs: told.append((start, list(ids), list(logprobs))),
+        )
+        engine.engine.submit(asked)
+        engine.submit(1, 20)
+        one, two = await engine.results(2)
+    assert [name for name, _ in names([one, two])] == ["0/1", "0/0"]
+    assert isinstance(two, Completion)
+    assert len(told) > 2
+    assert [len(ids) for _, ids, _ in told] == sorted({len(ids) for _, ids, _ in told})
+    assert all(ids == two.response_ids[: len(ids)].tolist() and len(ids) == len(logs) for _, ids, logs in told)
+    assert told[-1][1] == two.response_ids.tolist()
+
+
 async def test_decoding_stands_still_while_weights_are_taken():
     costs = EmulatedSettings(time_scale=0.01, step_s=0.02, sample_step_s=0.0, load_s=10.0)
     async with Engine(slots=1, costs=costs) as engine:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -138,6 +139,72 @@ async def test_streams_logprobs_stops_and_ids(tmp_path: Path) -> None:
             assert plain.model_extra["prompt_token_ids"] == served.inner.requests[-1].prompt_ids.tolist()
 
 
+async def test_a_stream_brings_tokens_while_the_engine_draws_them(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "one two") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            served.inner.held.clear()
+            asking = asyncio.create_task(say(agent, [HELLO], stream=True, logprobs=True))
+            async with asyncio.timeout(30):
+                await served.inner.asked.wait()
+                (request,) = served.inner.requests
+                assert request.on_tokens is not None
+                ids = served.inner.tokenizer("one two", add_special_tokens=False)["input_ids"]
+                request.on_tokens(0, ids[:3], [-0.5] * 3)
+                chunks = aiter(await asking)
+                heard = [await anext(chunks), await anext(chunks)]
+                assert [one.choices[0].delta.content for one in heard] == ["", "one"]
+                assert [one.logprob for one in heard[1].choices[0].logprobs.content] == [-0.5] * 3
+                request.on_tokens(0, ids[:5], [-0.5] * 5)  # computed again, and the same so far
+                assert (await anext(chunks)).choices[0].delta.content == " t"
+                served.inner.release()
+                rest = [one async for one in chunks]
+            assert "".join(one.choices[0].delta.content or "" for one in rest) == "wo"
+            assert sum(len(one.choices[0].logprobs.content) for one in rest if one.choices[0].logprobs) == 3
+            assert rest[-1].choices[0].finish_reason == "stop"
+        row = await sealed(served, work, reward=1.0)
+        assert row.response_ids[-8:].tolist() == [*ids, served.inner.tokenizer.eos_token_id]
+
+
+async def test_an_answer_that_began_anew_ends_its_stream_by_name_and_is_no_part_of_the_sample(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "one") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            served.inner.held.clear()
+            asking = asyncio.create_task(say(agent, [HELLO], stream=True))
+            async with asyncio.timeout(30):
+                await served.inner.asked.wait()
+                (request,) = served.inner.requests
+                assert request.on_tokens is not None
+                request.on_tokens(0, [7, 8], [-0.5, -0.5])
+                served.inner.release()
+                with pytest.raises(openai.APIError, match="began the answer anew"):
+                    [one async for one in await asking]
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert state["answers"] == 0
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_calls_its_turn_off(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "one") as served:
+        served.offer()
+        work = await served.lease()
+        served.inner.held.clear()
+        body = {"model": MODEL, "messages": [HELLO], "stream": True}
+        key = {"authorization": f"Bearer {work['key']}"}
+        async with asyncio.timeout(30), httpx.AsyncClient(base_url=work["base_url"], headers=key) as agent:
+            async with agent.stream("POST", "/chat/completions", json=body) as answer:
+                await served.inner.asked.wait()
+                (request,) = served.inner.requests
+                assert request.on_tokens is not None
+                request.on_tokens(0, [7], [-0.5])
+                await anext(answer.aiter_lines())
+            await served.inner.called_off.wait()
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert state["answers"] == 0
+
+
 async def test_text_goes_on_where_it_ended(tmp_path: Path) -> None:
     async with endpoint(tmp_path, "b", "d") as served:
         served.offer()
@@ -167,6 +234,40 @@ async def test_forks_and_edited_history_are_branches_and_the_longest_is_trained(
         assert (state["branches"], state["dropped_tokens"]) == (3, len("a") + len("edited") + 2)
         row = await sealed(served, work)
         assert [text for kind, text in parts(served, row) if kind == "policy"] == [f"first{END}", f"a longer one{END}"]
+
+
+async def test_all_branches_are_one_row_where_the_settings_say_so(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "first", "a", "bb", settings=EndpointSettings(wait_s=0.0, branches="all")) as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            first = (await say(agent, [HELLO])).choices[0].message
+            await say(agent, [HELLO, first, {"role": "user", "content": "x"}])
+            await say(agent, [HELLO, {"role": "assistant", "content": "another"}, {"role": "user", "content": "z"}])
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert (state["branches"], state["policy_tokens"], state["dropped_tokens"]) == (2, 6 + 2 + 3, 0)
+        row = await sealed(served, work, reward=0.5)
+        told = [text for kind, text in parts(served, row) if kind == "policy"]
+        assert told == [f"first{END}", f"a{END}", f"bb{END}"]
+        begin, end = row.branch_ends
+        assert end == len(row.response_ids)
+        assert served.inner.requests[2].prompt_ids[1:].tolist() == row.response_ids[begin : end - 3].tolist()
+
+
+async def test_branches_that_have_no_room_together_are_dropped_and_counted(tmp_path: Path) -> None:
+    async with endpoint(
+        tmp_path, "short", "a longer one", settings=EndpointSettings(wait_s=0.0, branches="all")
+    ) as served:
+        served.offer(max_new_tokens=50)
+        work = await served.lease()
+        async with client(work) as agent:
+            await say(agent, [HELLO])
+            await say(agent, [{"role": "user", "content": "Yo"}])
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert (state["branches"], state["dropped_tokens"]) == (2, len("short") + 1)
+        row = await sealed(served, work, reward=0.5)
+        assert [text for kind, text in parts(served, row) if kind == "policy"] == [f"a longer one{END}"]
+        assert row.branch_ends == ()
 
 
 async def test_the_path_names_the_session_too_and_without_one_nothing_is_captured(tmp_path: Path) -> None:

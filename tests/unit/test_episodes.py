@@ -24,7 +24,7 @@ from transport.contracts.types import (
 from transport.rows.columns import loss_mask
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
-from workers.environments.environment import Message, Observed
+from workers.environments.environment import GarbageError, Message, Observed, read_step
 from workers.environments.transcript import turn_seed
 from workers.errors import EngineCrashedError, EnvironmentFailedError, ModelError
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest, Result
@@ -203,6 +203,53 @@ async def test_a_turn_begins_with_the_exact_ids_so_far_and_only_the_policys_are_
     assert [(span.start, span.end, span.weights.version) for span in row.spans] == [(0, 2, 0), (2, 7, 2)]
     assert (row.finish_reason, row.reward, row.queued_s, row.engine_s) == (FinishReason.STOP, None, 2.0, 4.0)
     assert one.script.heard == [("10 11", (10, 11)), ("12", (12,))]
+
+
+async def test_what_begins_anew_stands_behind_the_prompt_alone_as_another_sample_of_the_row() -> None:
+    begun = Observed(messages=(Message(role="user", content="ab"),), anew=True)
+    async with world(begun, Observed(anew=True), done(reward=1.0)) as one:
+        one.submit()
+        one.say(await one.turn(1), [10, 11])
+        second = await one.turn(2)
+        assert second.prompt_ids.tolist() == [*PROMPT, 41, 40, 40]
+        assert second.sampling.max_new_tokens == 20 - 5, "what was forgotten counts, too: it is trained"
+        one.say(second, [12])
+        third = await one.turn(3)
+        assert third.prompt_ids.tolist() == PROMPT
+        one.say(third, [13])
+        row = await one.completion()
+    assert row.response_ids.tolist() == [10, 11, 41, 40, 40, 12, 13]
+    assert row.branch_ends == (2, 6, 7)
+    assert loss_mask(row.segments).tolist() == [1, 1, 0, 0, 0, 1, 1]
+
+
+async def test_an_episode_that_was_stopped_before_the_first_turn_of_a_branch_has_none_there() -> None:
+    async with world(Observed(messages=(Message(role="user", content="ab"),), anew=True)) as one:
+        one.submit()
+        one.say(await one.turn(1), [10, 11])
+        second = await one.turn(2)
+        await one.engine.abort([second.key])
+        one.say(second, [], reason=FinishReason.ABORT)
+        row = await one.completion()
+    assert (row.finish_reason, row.branch_ends) == (FinishReason.ABORT, ())
+
+
+@pytest.mark.parametrize(
+    ("returned", "observed"),
+    [
+        (({"anew": "go on"}, False, None), Observed(messages=(Message(role="tool", content="go on"),), anew=True)),
+        (({"anew": None}, False, 1), Observed(anew=True, reward=1.0)),
+        (({"anew": "a", "b": "c"}, False, None), "neither a text nor a list"),
+        (({"anew": {"anew": "a"}}, False, None), "neither a text nor a list"),
+        (({}, False, None), "neither a text nor a list"),
+    ],
+)
+def test_only_a_step_that_says_so_begins_anew(returned: object, observed: Observed | str) -> None:
+    if isinstance(observed, Observed):
+        assert read_step(returned) == observed
+    else:
+        with pytest.raises(GarbageError, match=observed):
+            read_step(returned)
 
 
 async def test_one_turn_is_the_sample_that_it_would_be_without_an_environment() -> None:

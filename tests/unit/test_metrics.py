@@ -20,6 +20,7 @@ from orchestrator.observability.metrics import (
     set_numbers,
     sets_of,
 )
+from orchestrator.observability.report.pages import parts_of
 from transport.contracts.messages import (
     Command,
     EvaluationOutcome,
@@ -403,3 +404,12 @@ def test_parts_of_the_data_are_told_each_by_itself_with_what_was_filtered(tmp_pa
     assert (line["mix/hard/reward"], line["mix/hard/groups"]) == (0.25, 1)
     assert grouped("mix/easy/right") == "mix/easy/right"
     assert "mix/easy/reward" not in reward_components(line)
+
+
+def test_a_report_draws_each_number_of_the_parts_together() -> None:
+    lines = [
+        {"mix/easy/reward": 1.0, "mix/easy/right": 1.0, "mix/easy/groups": 2, "reward": 0.7},
+        {"mix/a/b/reward": 0.5, "mix/easy/reward": 1.0},
+    ]
+    assert parts_of(lines) == {"reward": ["easy", "a/b"], "right": ["easy"]}
+    assert parts_of([{"reward": 1.0}]) == {}

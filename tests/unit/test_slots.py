@@ -130,6 +130,26 @@ def test_each_sample_is_handed_out_by_the_step_that_ends_it():
     assert not decoder.has_work
 
 
+def test_tokens_that_are_wanted_as_they_come_are_told_by_the_step_that_drew_them():
+    told: list[tuple[int, int, float]] = []
+    decoder = decoder_of(tiny_model(), slots=2)
+    wanted = replace(
+        request(0, samples=(0,), new_tokens=4),
+        on_tokens=lambda start, ids, logprobs: told.append((start, *ids, *logprobs)),
+    )
+    decoder.submit(wanted)
+    decoder.submit(request(1, samples=(0,), new_tokens=4))
+    results = []
+    for step in range(4):
+        results += decoder.step()
+        calls, decoder.told = decoder.told, []
+        for tell in calls:
+            tell()
+        assert len(told) == step + 1
+    made = by_sample(results)[wanted.group_id, 0]
+    assert told == [*zip(range(4), made.response_ids.tolist(), made.logprobs.tolist(), strict=True)]
+
+
 def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it():
     model = tiny_model()
     asked = [request(slot, samples=range(4), new_tokens=10 + 7 * slot) for slot in range(6)]

@@ -264,6 +264,9 @@ class EndpointSettings(Section, frozen=True, kw_only=True):
     )
     max_turn_tokens: AtLeast0 = 0  # tokens of one answer; 0: what the conversation has left
     max_turns: AtLeast1 = 64  # turns of the policy in a session
+    branches: Literal["longest", "all"] = (
+        "longest"  # of a conversation that forks: what is trained; all: as one row, under its one reward and advantage
+    )
     silence_s: Positive = 300.0  # a session that sends nothing for so long has lost its agent: it is leased again
     max_session_s: Positive = 1800.0  # from lease to end, however busy: then it is leased again
     max_leases: AtLeast1 = 3  # of one sample, before it counts as a failed attempt (pipeline.max_attempts)

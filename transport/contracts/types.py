@@ -127,11 +127,15 @@ class WeightIdentity(Struct, frozen=True, kw_only=True, order=True):
 
 
 class SegmentKind(StrEnum):
-    """Who chose the tokens of a segment. Only those of the policy are trained."""
+    """Who chose the tokens of a segment. Only those of the policy are trained.
+
+    repeated: a branch begins with what an earlier branch of its row has, where it is trained if the policy chose it.
+    """
 
     POLICY = "policy"
     ENVIRONMENT = "environment"
     TOOL = "tool"
+    REPEATED = "repeated"
 
 
 class Segment(Struct, frozen=True, kw_only=True):
@@ -189,6 +193,7 @@ class Column(StrEnum):
     RESPONSE_IDS = "response_ids"  # int32 [R]
     ROLLOUT_LOGPROBS = "rollout_logprobs"  # float32 [R], log_softmax(logits / temperature) of what the policy sampled
     LOSS_MASK = "loss_mask"  # uint8 [R], 1 where the policy chose the token; absent means all ones
+    BRANCH_ENDS = "branch_ends"  # int32 [B], rising to R: each branch stands behind the prompt by itself; absent: one
     ROLLOUT_INFO = "rollout_info"  # MessagePack of messages.RolloutInfo
     # of the row, written by scoring
     REWARD = "reward"  # float32 [1]

@@ -39,6 +39,7 @@ COLUMN_DTYPES: Mapping[Column, np.dtype[Any]] = {
     Column.ROLLOUT_LOGPROBS: np.dtype("<f4"),
     Column.REFERENCE_LOGPROBS: np.dtype("<f4"),
     Column.LOSS_MASK: np.dtype("u1"),
+    Column.BRANCH_ENDS: np.dtype("<i4"),
     Column.REWARD: np.dtype("<f4"),
     Column.ADVANTAGE: np.dtype("<f4"),
     Column.VALUES: np.dtype("<f4"),
@@ -298,6 +299,8 @@ def check_columns(columns: Mapping[Column, bytes]) -> None:
     mask = arrays.get(Column.LOSS_MASK)
     if mask is not None and mask.max(initial=0) > 1:
         raise MessageError("a loss mask holds something else than 0 and 1")
+    if Column.BRANCH_ENDS in arrays:
+        _check_branches(arrays[Column.BRANCH_ENDS], mask, next(iter(lengths.values()), None))
     for column, raw in columns.items():
         if column.startswith(USER_PREFIX):
             decode_value(column, raw)
@@ -306,6 +309,16 @@ def check_columns(columns: Mapping[Column, bytes]) -> None:
         _check_info(info, next(iter(lengths.values()), None))
         if info.segments and (mask is None or not np.array_equal(mask, loss_mask(info.segments))):
             raise MessageError("the loss mask of a row is not what its segments say")
+
+
+def _check_branches(ends: NDArray[np.int32], mask: NDArray[np.uint8] | None, num_tokens: int | None) -> None:
+    """Branches follow one another to the end of the response, and in each there is something to train."""
+    lengths = np.diff(ends.astype(np.int64), prepend=0)  # of hostile 32-bit numbers, a difference may wrap around
+    if not len(ends) or ends[-1] != num_tokens or (lengths <= 0).any():
+        raise MessageError(f"branches of a row of {num_tokens} tokens end at {ends[:8].tolist()}")
+    starts = np.concatenate([[0], ends[:-1]])
+    if mask is None or not np.add.reduceat(mask, starts, dtype=np.int64).all():
+        raise MessageError("a branch of a row has no token of the policy, or no loss mask says which are")
 
 
 def loss_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:

@@ -115,9 +115,31 @@ class Conversation:
         """Of all branches."""
         return sum(len(one.turn.response_ids) for one in self.exchanges)
 
-    def transcript(self, end: Exchange) -> Transcript:
+    def branches(self, room: int) -> list[Exchange]:
+        """The ends of the branches that fit into ``room`` tokens together, those with most tokens of the policy first
+        to be taken; in the order in which they were answered. The longest is always there.
+        """
+        continued = {id(one.parent) for one in self.exchanges}
+        taken: list[Exchange] = []
+        for one in sorted(self.exchanges[::-1], key=lambda one: -one.policy_tokens):
+            tokens = len(self.ids(one)) - len(self.opening)
+            if id(one) not in continued and (not taken or tokens <= room):
+                taken.append(one)
+                room -= tokens
+        return [one for one in self.exchanges if one in taken]
+
+    def transcript(self, ends: Sequence[Exchange]) -> Transcript:
+        """The branches with these ends, one behind another; what two of them have is trained in the first."""
         made = Transcript()
-        for one in end.branch:
-            made.add_observation(one.added, one.kind)
-            made.add_turn(one.turn)
+        told: set[int] = set()
+        for end in ends:
+            if told:
+                made.end_branch()
+            for one in end.branch:
+                if id(one) in told:
+                    made.add_observation([*one.added, *one.turn.response_ids.tolist()], SegmentKind.REPEATED)
+                else:
+                    made.add_observation(one.added, one.kind)
+                    made.add_turn(one.turn)
+                    told.add(id(one))
         return made

@@ -5,8 +5,8 @@ conversation.
                                     ▲                                      │
                                     └───── the agent, wherever it runs ◄───┘  (meanwhile another sample has the slot)
 
-A row is the longest branch of what its agent asked (conversation.py): ids as they were sampled, what was said between
-as ids that were encoded once and are not trained, each token with the weights that it was sampled under.
+A row is the longest branch of what its agent asked, or all of them (conversation.py): ids as they were sampled, what
+was said between as ids that were encoded once and are not trained, each token with the weights it was sampled under.
 
 Owns: turns under way. Never: the broker; who may ask (http.py); when a sample is given up (the core). Invariant: every
 submitted sample comes out exactly once; a sample whose agent failed has no reward at all.
@@ -30,8 +30,18 @@ from transport.contracts.types import FinishReason, GroupId, SamplingParams, Seg
 from transport.errors import first_error
 from transport.process.clock import Clock
 from workers.endpoint.conversation import Conversation, Exchange
-from workers.endpoint.messages import Answer, ChatRequest, CompletionRequest, Request, digest, find_tool_calls, refused
+from workers.endpoint.messages import (
+    TOOL_CALL,
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    digest,
+    find_tool_calls,
+    refused,
+)
 from workers.endpoint.sessions import SESSION_ENDED, End, OwnPrompt, Session, Sessions
+from workers.endpoint.stream import TurnStream, TurnText
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.transcript import LATER_TURN_PRIORITY, turn_seed
 from workers.errors import EndpointRefusedError, ModelError
@@ -193,7 +203,7 @@ class SessionEngine:
         end = session.conversation.longest
         if end is None:
             return session.request.failure((session.seat.sample,), ABORTED_UNSTARTED)
-        made = session.conversation.transcript(end)
+        made = session.conversation.transcript([end])
         return made.completion(session.request, session.seat.sample, FinishReason.ABORT, reward=None)
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -273,7 +283,7 @@ class SessionEngine:
         await self._stop_turns(session)
 
     async def seal(self, session: Session) -> End:
-        """Its longest branch is the sample, with the reward that was reported, if one was.
+        """What is trained of it is the sample, with the reward that was reported, if one was.
 
         Raises EndpointRefusedError: nothing was generated in it.
         """
@@ -284,7 +294,7 @@ class SessionEngine:
         if session.reward is None and session.request.group_id in self.sessions.own_prompts:
             reason = "a prompt of your own needs a reward of yours: the run's function knows the data's rows alone"
             raise refused(reason, param="reward")
-        made = session.conversation.transcript(end)
+        made = session.conversation.transcript(self.trained(session))
         reason = FinishReason.LENGTH if session.outgrown else end.turn.finish_reason
         completion = made.completion(session.request, session.seat.sample, reason, reward=session.reward)
         ended = End(reason="it was sealed", sealed=True, tokens=len(completion.response_ids))
@@ -293,14 +303,22 @@ class SessionEngine:
         await self._stop_turns(session)
         return ended
 
+    def trained(self, session: Session) -> list[Exchange]:
+        """The ends of the branches that its row would have now (endpoint.branches)."""
+        if self._settings.branches == "all":
+            return session.conversation.branches(session.room)
+        longest = session.conversation.longest
+        return [] if longest is None else [longest]
+
     async def _stop_turns(self, session: Session) -> None:
         if session.turns:
             await self._inner.abort([(name, session.request.attempt) for name in session.turns])
 
     # -- turns
 
-    async def chat(self, session: Session | None, asked: ChatRequest) -> Answer:
+    async def chat(self, session: Session | None, asked: ChatRequest, stream: TurnStream | None = None) -> Answer:
         """The policy's next message. session: whose sample it is part of; None: of none, it is answered and forgotten.
+        stream: where it can be read while it is generated.
 
         Raises EndpointRefusedError.
         """
@@ -320,14 +338,24 @@ class SessionEngine:
                 added = await self._encode(text, special=not self._encoder.templated)
         except ModelError as error:
             raise refused(str(error), param="messages") from error
-        exchange, prompt = await self._exchange(session, conversation, asked, parent, added, kind)
+        if stream is not None:
+            calls = self._settings.tool_calls if tools else "none"
+            stream.text = TurnText(
+                self._encoder.text,
+                ends=asked.stops,
+                held_from=TOOL_CALL if calls == "hermes" else "",
+                silent=calls == "json",
+            )
+        exchange, prompt = await self._exchange(session, conversation, asked, parent, added, kind, stream)
         answer = self._answer(asked, exchange.turn, prompt, offered=bool(tools))
         *_, meant = digest([*asked.messages, answer.message], tools)
         conversation.add(exchange, meant)
         return answer
 
-    async def complete(self, session: Session | None, asked: CompletionRequest) -> Answer:
-        """What the policy writes behind a text, or behind ids. Raises EndpointRefusedError."""
+    async def complete(
+        self, session: Session | None, asked: CompletionRequest, stream: TurnStream | None = None
+    ) -> Answer:
+        """What the policy writes behind a text, or behind ids. stream: as in ``chat``. Raises EndpointRefusedError."""
         self._check(asked)
         conversation = session.conversation if session else Conversation(())
         prompt = asked.text_or_ids
@@ -345,7 +373,10 @@ class SessionEngine:
             added = prompt[len(known) - (0 if begins else len(conversation.opening)) :] if parent else prompt
         if not added and parent is None:
             raise refused("the prompt is empty", param="prompt")
-        exchange, ids = await self._exchange(session, conversation, asked, parent, added, SegmentKind.ENVIRONMENT)
+        if stream is not None:
+            stream.text = TurnText(self._encoder.text, ends=asked.stops)
+        kind = SegmentKind.ENVIRONMENT
+        exchange, ids = await self._exchange(session, conversation, asked, parent, added, kind, stream)
         if isinstance(prompt, str):
             exchange.text = prompt + self._encoder.text(exchange.turn.response_ids.tolist())
         answer = self._answer(asked, exchange.turn, ids, offered=False)
@@ -385,6 +416,7 @@ class SessionEngine:
         parent: Exchange | None,
         added: list[int],
         kind: SegmentKind,
+        stream: TurnStream | None,
     ) -> tuple[Exchange, list[int]]:
         """(the exchange, not yet part of the conversation; the ids that the policy read)."""
         opening = conversation.opening
@@ -399,7 +431,10 @@ class SessionEngine:
             left.append(COMPLETION_TOKENS)
         sampling = self._sampling_of(session, asked, min(one for one in left if one))
         stops = StopStrings(asked.stops, self._encoder.whole_text)
-        turn = await self._turn(session, prompt, sampling, stops, later=parent is not None)
+        turn = await self._turn(session, prompt, sampling, stops, stream, later=parent is not None)
+        if stream is not None and not stream.agrees(turn.response_ids.tolist()):
+            reason = "the engine began the answer anew after a part of it was sent: ask again"
+            raise EndpointRefusedError(503, "engine_failed", reason)
         return Exchange(parent=parent, added=added, kind=kind, turn=turn), prompt
 
     def _sampling_of(self, session: Session | None, asked: Request, limit: int) -> SamplingParams:
@@ -422,6 +457,7 @@ class SessionEngine:
         prompt: Sequence[int],
         sampling: SamplingParams,
         stops: StopStrings,
+        stream: TurnStream | None,
         *,
         later: bool,
     ) -> Completion:
@@ -441,6 +477,7 @@ class SessionEngine:
             stops=stops,
             keep=session is not None,
             conversation=session.name if session else "",
+            on_tokens=stream.put if stream else None,
         )
         self._turns[name] = answered = asyncio.get_running_loop().create_future()
         if session is not None:
@@ -486,6 +523,10 @@ class SessionEngine:
             reason = end.reason if end else "long ago"
             raise EndpointRefusedError(410, SESSION_ENDED, f"the session has ended: {reason}; lease another one")
 
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Of each by itself, special ones included."""
+        return [self._encoder.whole_text([one]) for one in ids]
+
     def _answer(self, asked: Request, turn: Completion, prompt: Sequence[int], *, offered: bool) -> Answer:
         ids = turn.response_ids.tolist()
         text = self._encoder.text(ids)
@@ -500,7 +541,7 @@ class SessionEngine:
             prompt_ids=prompt,
             token_ids=ids,
             logprobs=turn.logprobs.tolist() if asked.wants_logprobs else (),
-            tokens=[self._encoder.whole_text([one]) for one in ids] if asked.wants_logprobs else (),
+            tokens=self.token_texts(ids) if asked.wants_logprobs else (),
             fingerprint=str(turn.spans[-1].weights) if turn.spans else "",
             tool_calls=tuple(calls),
             created_s=int(time.time()),

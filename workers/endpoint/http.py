@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -45,15 +45,16 @@ from transport.process.http import (
 )
 from workers.endpoint.engine import SessionEngine
 from workers.endpoint.messages import (
+    Answer,
     ChatRequest,
+    Chunks,
     CompletionRequest,
     chat_answer,
-    chat_chunks,
     decode,
     text_answer,
-    text_chunks,
 )
 from workers.endpoint.sessions import End, OwnPrompt, Session
+from workers.endpoint.stream import TurnStream
 from workers.errors import EndpointRefusedError, EndpointSetupError
 
 log = structlog.get_logger(__name__)
@@ -216,20 +217,59 @@ class EndpointServer:
     async def _chat(self, request: HttpRequest) -> Response:
         with _answering(response := _Refusal()):
             session, asked = self._session(request), decode(await request.body(), ChatRequest)
-            turn = self._engine.chat(session, asked)
             if asked.stream:
-                return _events(turn, lambda made: chat_chunks(asked, made))
+                stream = TurnStream()
+                return self._events(asked, self._engine.chat(session, asked, stream), stream)
+            turn = self._engine.chat(session, asked)
             return answer(chat_answer(asked, await _while_connected(request, turn)))
         return response.made
 
     async def _complete(self, request: HttpRequest) -> Response:
         with _answering(response := _Refusal()):
             session, asked = self._session(request), decode(await request.body(), CompletionRequest)
-            turn = self._engine.complete(session, asked)
             if asked.stream:
-                return _events(turn, lambda made: text_chunks(asked, made))
+                stream = TurnStream()
+                return self._events(asked, self._engine.complete(session, asked, stream), stream)
+            turn = self._engine.complete(session, asked)
             return answer(text_answer(asked, await _while_connected(request, turn)))
         return response.made
+
+    def _events(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        turn: Coroutine[Any, Any, Answer],
+        stream: TurnStream,
+    ) -> Response:
+        """Server-sent events. Starlette ends them when the client has gone, and the turn is called off. An error after
+        the head is an event, too.
+        """
+
+        async def events() -> AsyncIterator[bytes]:
+            working = asyncio.create_task(turn, name="asked")
+            working.add_done_callback(lambda _: stream.changed.set())
+            chunks = Chunks(asked)
+            try:
+                while not working.done():
+                    try:
+                        async with asyncio.timeout(KEEPALIVE_S):
+                            await stream.changed.wait()
+                    except TimeoutError:
+                        yield b": waiting\n\n"
+                    if (piece := stream.take()) is not None:
+                        tokens = self._engine.token_texts(piece.ids) if asked.wants_logprobs else ()
+                        for chunk in chunks.piece(piece.text, tokens, piece.logprobs):
+                            yield _event(chunk)
+                with _answering(refusal := _Refusal()):
+                    for chunk in chunks.end(working.result()):
+                        yield _event(chunk)
+                    yield b"data: [DONE]\n\n"
+                    return
+                yield b"data: " + bytes(refusal.made.body) + b"\n\n"
+            finally:
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+
+        return StreamingResponse(events(), media_type="text/event-stream")
 
     # -- work
 
@@ -286,7 +326,8 @@ class EndpointServer:
     def _standing(self, session: Session) -> dict[str, Any]:
         conversation = session.conversation
         longest = conversation.longest
-        trained = longest.policy_tokens if longest else 0
+        turns = {id(one): one.turn for end in self._engine.trained(session) for one in end.branch}
+        trained = sum(len(turn.response_ids) for turn in turns.values())
         return {
             "id": session.name,
             "group": session.request.group_id,
@@ -405,22 +446,5 @@ async def _gone(request: HttpRequest) -> None:
         pass
 
 
-def _events(turn: Awaitable[T], chunks: Callable[[T], Iterator[dict[str, Any]]]) -> Response:
-    """Server-sent events; Starlette ends them when the client has gone. An error after the head is an event, too."""
-
-    async def stream() -> AsyncIterator[bytes]:
-        working = asyncio.ensure_future(turn)
-        try:
-            while not (await asyncio.wait({working}, timeout=KEEPALIVE_S))[0]:
-                yield b": waiting\n\n"
-            with _answering(refusal := _Refusal()):
-                for chunk in chunks(working.result()):
-                    yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-                yield b"data: [DONE]\n\n"
-                return
-            yield b"data: " + bytes(refusal.made.body) + b"\n\n"
-        finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-
-    return StreamingResponse(stream(), media_type="text/event-stream")
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
@@ -280,7 +281,7 @@ def chat_answer(asked: ChatRequest, answer: Answer) -> dict[str, Any]:
         "index": 0,
         "message": message,
         "finish_reason": answer.finish_reason,
-        "logprobs": _chat_logprobs(asked, answer),
+        "logprobs": _chat_logprobs(answer.tokens, answer.logprobs) if asked.wants_logprobs else None,
     }
     return _whole(asked, answer, "chat.completion", choice)
 
@@ -290,57 +291,78 @@ def text_answer(asked: CompletionRequest, answer: Answer) -> dict[str, Any]:
         "index": 0,
         "text": answer.text,
         "finish_reason": answer.finish_reason,
-        "logprobs": _text_logprobs(asked, answer),
+        "logprobs": _text_logprobs(answer.tokens, answer.logprobs) if asked.wants_logprobs else None,
     }
     return _whole(asked, answer, "text_completion", choice)
 
 
 def _whole(asked: Request, answer: Answer, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    whole = {**_head(asked, answer, kind), "choices": [choice], "usage": answer.usage}
+    head = _head(asked, kind, answer.identity, answer.created_s, answer.fingerprint)
+    whole = {**head, "choices": [choice], "usage": answer.usage}
     if asked.return_token_ids:
         choice["token_ids"] = list(answer.token_ids)
         whole["prompt_token_ids"] = list(answer.prompt_ids)
     return whole
 
 
-def _head(asked: Request, answer: Answer, kind: str) -> dict[str, Any]:
+def _head(asked: Request, kind: str, identity: str, created_s: int, fingerprint: str) -> dict[str, Any]:
     return {
-        "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{answer.identity}",
+        "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{identity}",
         "object": kind,
-        "created": answer.created_s,
+        "created": created_s,
         "model": asked.model,
-        "system_fingerprint": answer.fingerprint,
+        "system_fingerprint": fingerprint,
     }
 
 
-def chat_chunks(asked: ChatRequest, answer: Answer) -> Iterator[dict[str, Any]]:
-    """The answer as a stream of events has it; a turn is whole when it comes from an engine, so its text is one."""
-    head = _head(asked, answer, "chat.completion.chunk")
+class Chunks:
+    """An answer as a stream of events has it: pieces while it is generated, then ``end`` with what is left."""
 
-    def chunk(delta: dict[str, Any], reason: str | None = None, logprobs: object = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        return {**head, "choices": [choice]}
+    def __init__(self, asked: ChatRequest | CompletionRequest) -> None:
+        self._asked = asked
+        self._chat = isinstance(asked, ChatRequest)
+        self._identity = secrets.token_hex(12)
+        self._created_s = int(time.time())
+        self._begun = False
+        self._text = ""
+        self._logprobs = self._characters = 0  # told so far: of how many tokens, and their characters
 
-    yield chunk({"role": "assistant", "content": ""})
-    if answer.text:
-        yield chunk({"content": answer.text}, logprobs=_chat_logprobs(asked, answer))
-    if answer.tool_calls:
-        yield chunk({"tool_calls": [{"index": index, **call} for index, call in enumerate(_calls(answer))]})
-    yield chunk({}, answer.finish_reason)
-    yield from _usage_chunk(asked, answer, head)
+    def piece(self, text: str, tokens: Sequence[str], logprobs: Sequence[float]) -> Iterator[dict[str, Any]]:
+        """tokens: the text of each id, where logprobs are wanted."""
+        wanted = self._asked.wants_logprobs
+        if self._chat and not self._begun:
+            yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+        self._begun = True
+        if not text and not (wanted and tokens):
+            return
+        if self._chat:
+            said = {"delta": {"content": text}, "logprobs": _chat_logprobs(tokens, logprobs) if wanted else None}
+        else:
+            of_tokens = _text_logprobs(tokens, logprobs, self._characters) if wanted else None
+            said = {"text": text, "logprobs": of_tokens}
+        yield self._chunk(said)
+        self._text += text
+        self._logprobs += len(tokens)
+        self._characters += sum(map(len, tokens))
 
+    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        rest = answer.text[len(self._text) :] if answer.text.startswith(self._text) else ""
+        yield from self.piece(rest, answer.tokens[self._logprobs :], answer.logprobs[self._logprobs :])
+        if self._chat and answer.tool_calls:
+            calls = [{"index": index, **call} for index, call in enumerate(_calls(answer))]
+            yield self._chunk({"delta": {"tool_calls": calls}})
+        yield self._chunk({"delta": {}} if self._chat else {"text": ""}, answer)
+        if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
+            yield {**self._head(answer), "choices": [], "usage": answer.usage}
 
-def text_chunks(asked: CompletionRequest, answer: Answer) -> Iterator[dict[str, Any]]:
-    head = _head(asked, answer, "text_completion")
-    choice = {"index": 0, "text": answer.text, "finish_reason": None, "logprobs": _text_logprobs(asked, answer)}
-    yield {**head, "choices": [choice]}
-    yield {**head, "choices": [{"index": 0, "text": "", "finish_reason": answer.finish_reason, "logprobs": None}]}
-    yield from _usage_chunk(asked, answer, head)
+    def _chunk(self, said: dict[str, Any], ended: Answer | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "logprobs": None, **said, "finish_reason": ended.finish_reason if ended else None}
+        return {**self._head(ended), "choices": [choice]}
 
-
-def _usage_chunk(asked: Request, answer: Answer, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if asked.stream_options is not None and asked.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": answer.usage}
+    def _head(self, answer: Answer | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        fingerprint = answer.fingerprint if answer else ""
+        return _head(self._asked, kind, self._identity, self._created_s, fingerprint)
 
 
 def _calls(answer: Answer) -> list[dict[str, Any]]:
@@ -354,25 +376,21 @@ def _calls(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def _chat_logprobs(asked: ChatRequest, answer: Answer) -> dict[str, Any] | None:
-    if not asked.wants_logprobs:
-        return None
+def _chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
     content = [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+        for token, logprob in zip(tokens, logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _text_logprobs(asked: CompletionRequest, answer: Answer) -> dict[str, Any] | None:
-    if not asked.wants_logprobs:
-        return None
-    offsets = [0]
-    for token in answer.tokens:
+def _text_logprobs(tokens: Sequence[str], logprobs: Sequence[float], begin: int = 0) -> dict[str, Any]:
+    offsets = [begin]
+    for token in tokens:
         offsets.append(offsets[-1] + len(token))
     return {
-        "tokens": list(answer.tokens),
-        "token_logprobs": list(answer.logprobs),
+        "tokens": list(tokens),
+        "token_logprobs": list(logprobs),
         "top_logprobs": None,
         "text_offset": offsets[:-1],
     }
@@ -380,6 +398,7 @@ def _text_logprobs(asked: CompletionRequest, answer: Answer) -> dict[str, Any] |
 
 # --- calls of tools ---------------------------------------------------------------------------------------------------
 
+TOOL_CALL = "<tool_call>"
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -391,13 +410,13 @@ def find_tool_calls(text: str, form: str) -> tuple[str, list[ToolCall]]:
     if form == "json":
         call = _call(text)
         return ("", [call]) if call is not None else (text, [])
-    if form != "hermes" or "<tool_call>" not in text:
+    if form != "hermes" or TOOL_CALL not in text:
         return text, []
     calls = [_call(found) for found in _TAGGED.findall(text)]
     read = [call for call in calls if call is not None]
     if not read or len(read) < len(calls):
         return text, []  # half of what it wanted would be another plan than its own
-    return text.partition("<tool_call>")[0].strip(), read
+    return text.partition(TOOL_CALL)[0].strip(), read
 
 
 def _call(text: str) -> ToolCall | None:

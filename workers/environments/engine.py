@@ -221,7 +221,7 @@ class EpisodeEngine:
             self._end(episode, episode.ended(turn.finish_reason))
         elif episode.turns >= self._settings.max_turns:
             self._end(episode, episode.ended(FinishReason.LENGTH))
-        elif self._observe(episode, observed.messages):
+        elif self._observe(episode, observed.messages, anew=observed.anew):
             self._submit([episode])
 
     async def _ask(self, episode: Episode, call: Coroutine[object, object, Observed]) -> Observed | None:
@@ -233,18 +233,24 @@ class EpisodeEngine:
                 self._end(episode, episode.request.failure((episode.sample,), str(error)))
             return None
 
-    def _observe(self, episode: Episode, messages: Sequence[Message]) -> bool:
-        """Add what is said to the policy. False: the episode has ended, because no turn fits behind it, or because it
-        cannot be said."""
+    def _observe(self, episode: Episode, messages: Sequence[Message], *, anew: bool = False) -> bool:
+        """Add what is said to the policy. anew: behind the prompt alone, as another sample of the same row.
+
+        False: the episode has ended, because no turn fits behind it, or because it cannot be said."""
         try:
-            last = episode.token_ids[-1] if episode.token_ids else None
+            last = episode.token_ids[-1] if episode.token_ids and not anew else None
             encoder = self._encoder
-            ids = encoder.behind_prompt(messages) if last is None else encoder.behind_turn(messages, last)
+            if last is not None:
+                ids = encoder.behind_turn(messages, last)
+            else:
+                ids = encoder.behind_prompt(messages) if messages else []
         except ModelError as error:
             self._end(episode, episode.request.failure((episode.sample,), str(error), retryable=False))
             return False
         if len(ids) >= episode.room:
             return self._outgrown(episode, len(ids))
+        if anew:
+            episode.end_branch()
         from_tool = bool(messages) and all(message.role == TOOL for message in messages)
         episode.add_observation(ids, SegmentKind.TOOL if from_tool else SegmentKind.ENVIRONMENT)
         return True
@@ -263,7 +269,7 @@ class EpisodeEngine:
         first = episodes[0]
         request, turn = first.request, first.turns
         limits = [self._turn_limit(episode) for episode in episodes]
-        ids: NDArray[np.int32] = np.concatenate([request.prompt_ids, np.array(first.token_ids, np.int32)])
+        ids: NDArray[np.int32] = np.concatenate([request.prompt_ids, np.array(first.branch_ids, np.int32)])
         drawn = msgspec.structs.replace(
             request.sampling, max_new_tokens=max(limits), seed=turn_seed(request.sampling.seed, turn)
         )

@@ -38,6 +38,9 @@ BUILT_IN: Mapping[str, str] = {"calculator": "workers.environments.calculator:Ca
 
 Messages: TypeAlias = "str | Sequence[Mapping[str, str]] | None"
 """What is said to the policy: a text, which is a tool's message; ``{"role", "content"}`` each; or nothing."""
+Said: TypeAlias = "Messages | Mapping[str, Messages]"
+"""After a turn, ``{ANEW: messages}``, too: they stand behind the prompt alone, and the turns before are forgotten."""
+ANEW = "anew"
 
 
 @runtime_checkable
@@ -54,7 +57,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, text: str, tokens: Sequence[int]) -> tuple[Messages, bool, float | None]:
+    def step(self, text: str, tokens: Sequence[int]) -> tuple[Said, bool, float | None]:
         """Hear a turn of the policy, as text and as token ids.
 
         Returns (what is said to it, whether the episode is over, reward or None). The rewards of an episode are summed;
@@ -104,9 +107,10 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 class Observed(Struct, frozen=True, kw_only=True, tag=True):
-    """What an environment answered. reward: of this step alone."""
+    """What an environment answered. anew: behind the prompt alone.  reward: of this step alone."""
 
     messages: tuple[Message, ...] = ()
+    anew: bool = False
     done: bool = False
     reward: float | None = None
 
@@ -158,7 +162,9 @@ def read_step(returned: object) -> Observed:
     value = None if reward is None else float(reward)
     if value is not None and not (math.isfinite(value) and abs(value) <= MAX_NUMBER):
         raise GarbageError(f"step gave {value} as its reward")
-    return Observed(messages=read_messages(said), done=done, reward=value)
+    anew = isinstance(said, dict) and list(cast("dict[object, object]", said)) == [ANEW]
+    messages = read_messages(cast("dict[str, object]", said)[ANEW] if anew else said)
+    return Observed(messages=messages, anew=anew, done=done, reward=value)
 
 
 # --- the child process ------------------------------------------------------------------------------------------------

@@ -27,12 +27,15 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transcript:
-    """token_ids, logprobs: of all segments.  turns: of the policy.  queued_s, engine_s: of all of them together."""
+    """token_ids, logprobs: of all segments.  turns: of the policy.  queued_s, engine_s: of all of them together.
+    ends: of the branches before the last one.
+    """
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
     segments: list[Segment] = field(default_factory=list[Segment])
+    ends: list[int] = field(default_factory=list[int])
     turns: int = 0
     queued_s: float = 0.0
     engine_s: float = 0.0
@@ -41,7 +44,8 @@ class Transcript:
         start = len(self.token_ids)
         self.token_ids += turn.response_ids.tolist()
         self.logprobs += turn.logprobs.tolist()
-        self._add_segment(SegmentKind.POLICY)
+        if len(turn.response_ids):
+            self._add_segment(SegmentKind.POLICY)
         for span in turn.spans:  # what was added before this turn stands with its first tokens
             begin = self.spans[-1].end if self.spans else 0
             if self.spans and self.spans[-1].weights == span.weights:
@@ -56,6 +60,21 @@ class Transcript:
             self.token_ids += ids
             self.logprobs += [0.0] * len(ids)
             self._add_segment(kind)
+
+    @property
+    def branch_ids(self) -> list[int]:
+        """Of the branch that is under way."""
+        return self.token_ids[self.ends[-1] if self.ends else 0 :]
+
+    def end_branch(self) -> None:
+        """What is added from now on stands behind the prompt by itself: another sample of the same row."""
+        self.ends.append(len(self.token_ids))
+
+    def _branch_ends(self) -> tuple[int, ...]:
+        """Where several samples end; one that was stopped before its first turn is none."""
+        chosen = max((one.end for one in self.segments if one.kind is SegmentKind.POLICY), default=0)
+        ends = [end for end in self.ends if end < chosen]
+        return (*ends, len(self.token_ids)) if ends else ()
 
     def _add_segment(self, kind: SegmentKind) -> None:
         self.segments.append(Segment(kind=kind, end=len(self.token_ids)))
@@ -77,4 +96,5 @@ class Transcript:
             engine_s=self.engine_s,
             segments=tuple(self.segments) if mixed or self.turns > 1 else (),
             reward=reward,
+            branch_ends=self._branch_ends(),
         )

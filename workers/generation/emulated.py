@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Sample
 from transport.contracts.messages import WeightManifest
@@ -46,6 +47,8 @@ MAX_CONTEXT = 1 << 20
 VOCABULARY = 16
 """Tokens 0..15 exist in every vocabulary, and differ enough that rewards of a group do."""
 LOGPROB = -1.0
+STREAM_STEPS = 8
+"""Decode steps between two looks at a sample whose tokens are wanted as they come."""
 """Of every token: no trainer reads it."""
 
 
@@ -149,8 +152,21 @@ class EmulatedEngine:
                 taken.set_result(None)
         batching.admit()
         following = batching.next_steps()
+        if following is not None and self._tell():
+            following = min(following, STREAM_STEPS)
         self._due_steps = following or 0
         self._due_s = math.inf if following is None else batching.boundary_s(following)
+
+    def _tell(self) -> bool:
+        """What is there of samples whose tokens are wanted as they come. Returns whether there is one that runs."""
+        streamed = [one for _, _, one in self._batching.running if one.request.on_tokens is not None]
+        for one in streamed:
+            self._tell_of(one, one.generated + self._batching.steps - one.start_step)
+        return bool(streamed)
+
+    def _tell_of(self, sample: Sample[GenerationRequest], tokens: int) -> None:
+        if (tell := sample.request.on_tokens) is not None and tokens:
+            tell(0, _ids(sample, tokens).tolist(), [LOGPROB] * tokens)
 
     def _stop_aborted(self) -> None:
         if not self._aborted:
@@ -163,6 +179,7 @@ class EmulatedEngine:
         self._aborted.clear()
 
     def _complete(self, ended: Sample[GenerationRequest], reason: FinishReason) -> None:
+        self._tell_of(ended, ended.generated)
         request, admitted_s = ended.request, ended.admitted_s or 0.0
         self._tokens += ended.generated
         spans: list[VersionSpan] = []
@@ -173,9 +190,7 @@ class EmulatedEngine:
             group_id=request.group_id,
             sample=ended.sample,
             attempt=request.attempt,
-            response_ids=np.random.default_rng((request.sampling.seed, ended.sample)).integers(
-                0, VOCABULARY, size=ended.generated, dtype=np.int32
-            ),  # the same for a sample on whichever engine and attempt
+            response_ids=_ids(ended, ended.generated),
             logprobs=np.full(ended.generated, LOGPROB, dtype=np.float32),
             finish_reason=reason,
             spans=tuple(spans),
@@ -183,6 +198,12 @@ class EmulatedEngine:
             engine_s=max(0.0, self._clock.now_s() - admitted_s),
         )
         self._results.put(completion)
+
+
+def _ids(sample: Sample[GenerationRequest], tokens: int) -> NDArray[np.int32]:
+    """Its first ``tokens``, the same on whichever engine and attempt."""
+    random = np.random.default_rng((sample.request.sampling.seed, sample.sample))
+    return random.integers(0, VOCABULARY, size=tokens, dtype=np.int32)
 
 
 # --- the link ---------------------------------------------------------------------------------------------------------

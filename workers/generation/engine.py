@@ -79,6 +79,7 @@ class StopStrings:
         return None
 
 
+OnTokens: TypeAlias = "Callable[[int, Sequence[int], Sequence[float]], None]"
 NO_STOPS = StopStrings((), lambda ids: "")
 
 
@@ -95,6 +96,8 @@ class GenerationRequest:
     stops: beside those of ``generation.stop``.
     keep: its samples may be continued, so an engine may keep what it computed of them.  conversation: names whose turn
     it is, where each turn is a group of its own; "": that of the group's attempt.
+    on_tokens: told on the engine's loop what is drawn of its one sample, as it comes: the place of the first of these
+    tokens, ids, logprobs. They may be told again, from an earlier place on, where the sample is computed again.
     """
 
     group_id: GroupId
@@ -109,6 +112,7 @@ class GenerationRequest:
     stops: StopStrings = NO_STOPS
     keep: bool = False
     conversation: str = ""
+    on_tokens: OnTokens | None = None
 
     @property
     def key(self) -> tuple[GroupId, int]:
@@ -161,6 +165,7 @@ class Completion:
     spans: weights of each token, in order, covering [0, R).
     segments: who chose which tokens, in order, covering [0, R); none: the policy chose all.
     reward: what an environment gave, None where none did.
+    branch_ends: of one that is several samples, where each ends in [0, R]; none: it is one.
     """
 
     group_id: GroupId
@@ -174,6 +179,7 @@ class Completion:
     engine_s: float
     segments: tuple[Segment, ...] = ()
     reward: float | None = None
+    branch_ends: tuple[int, ...] = ()
 
     @property
     def policy_ids(self) -> list[int]:

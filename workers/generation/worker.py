@@ -190,14 +190,17 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
     }
     if completion.segments:
         columns[Column.LOSS_MASK] = encode_array(Column.LOSS_MASK, loss_mask(completion.segments))
+    if completion.branch_ends:
+        columns[Column.BRANCH_ENDS] = encode_array(Column.BRANCH_ENDS, completion.branch_ends)
+    versions = [span.weights for span in completion.spans]
     row = row_id(completion.group_id, completion.sample)
     finished = RolloutFinished(
         row_id=row,
         worker_id=worker_id,
         response_tokens=num_tokens,
         finish_reason=completion.finish_reason,
-        oldest=completion.spans[0].weights,
-        newest=completion.spans[-1].weights,
+        oldest=min(versions),
+        newest=max(versions),
         num_bytes=sum(map(len, columns.values())),
         queued_s=completion.queued_s,
         engine_s=completion.engine_s,

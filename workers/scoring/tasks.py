@@ -271,14 +271,15 @@ class ReferenceTask:
 async def read_sample(rows: RowStore, unit: Unit, worker_id: WorkerId) -> PromptGroup | Commit:
     """A sample with its prompt, as a model sees it; where it is not there, all that is left to do."""
     row_id = RowId(unit.unit_id)
-    (row,) = await rows.read_rows([row_id], [Column.RESPONSE_IDS])
+    (row,) = await rows.read_rows([row_id], [Column.RESPONSE_IDS, Column.BRANCH_ENDS])
     (group,) = await rows.read_groups([unit.group_id], [Column.PROMPT_IDS])
     if Column.RESPONSE_IDS not in row or Column.PROMPT_IDS not in group:
         return _lost_row(row_id, group, worker_id)
     prompt_ids = decode_array(Column.PROMPT_IDS, group[Column.PROMPT_IDS])
     ids = decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS])
+    ends = decode_array(Column.BRANCH_ENDS, row[Column.BRANCH_ENDS]) if Column.BRANCH_ENDS in row else None
     unused = np.zeros(len(ids), np.float32)
-    sample = TrainingSample(row_id=row_id, response_ids=ids, rollout_logprobs=unused, advantage=0.0)
+    sample = TrainingSample(row_id=row_id, response_ids=ids, rollout_logprobs=unused, advantage=0.0, branch_ends=ends)
     return PromptGroup(group_id=unit.group_id, prompt_ids=prompt_ids, samples=[sample])
 
 

@@ -134,9 +134,12 @@ class Teacher:
         if self._client is None:
             raise ValueError("the teacher was not started")
         (sample,) = group.samples
-        ids = [*group.prompt_ids.tolist(), *sample.response_ids.tolist()]
+        prompt = group.prompt_ids.tolist()
+        found: list[tuple[int, float | None]] = []
         try:
-            found = await self._patiently(self._client, ids, len(group.prompt_ids))
+            for branch in sample.branches:
+                ids = [*prompt, *sample.response_ids[branch].tolist()]
+                found += await self._patiently(self._client, ids, len(prompt))
         except (ServerUnavailableError, ServerAnswerError) as error:
             raise RewardError(f"no logprobs of {row_id} from the teacher: {error}") from error
         values = np.array([np.nan if logprob is None else logprob for _, logprob in found], np.float32)

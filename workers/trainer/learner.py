@@ -41,6 +41,7 @@ class TrainingSample:
     response_ids: [R] int32, R >= 1.  rollout_logprobs: [R] float32.  loss_mask: [R] uint8, None for all ones.
     reference_logprobs, old_logprobs: [R] float32 or None.  reward: None where no loss looks at it.
     advantages: [R] float32, of each token; None where its row's holds for all.
+    branch_ends: [B] int32, of a row of several samples: each stands behind the prompt by itself; None: one.
     values, returns: [R] float32, what the critic expected when it was asked, and should have; only the critic has them.
     """
 
@@ -55,6 +56,18 @@ class TrainingSample:
     advantages: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
+    branch_ends: NDArray[np.int32] | None = None
+
+    @property
+    def branches(self) -> list[slice]:
+        """Where each of its samples is in its columns."""
+        ends = [len(self.response_ids)] if self.branch_ends is None else self.branch_ends.tolist()
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that a model reads: the last one of a branch predicts nothing."""
+        return len(self.response_ids) - (1 if self.branch_ends is None else len(self.branch_ends))
 
     @property
     def has_advantage(self) -> bool:

@@ -37,7 +37,7 @@ MISSING_POLL_S = 0.25
 MISSING_REPEAT_S = 10.0
 """Rows still missing are reported again after this long: the first report may be what a broker lost."""
 
-OPTIONAL = (Column.LOSS_MASK, Column.REFERENCE_LOGPROBS)
+OPTIONAL = (Column.LOSS_MASK, Column.REFERENCE_LOGPROBS, Column.BRANCH_ENDS)
 REQUIRED = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGE})
 
 Wanted = Sequence[tuple[GroupId, Sequence[RowId]]]
@@ -178,6 +178,7 @@ def _sample(row: RowId, columns: Mapping[Column, bytes]) -> TrainingSample:
             advantages=optional(Column.TOKEN_ADVANTAGES),
             values=optional(Column.VALUES),
             returns=optional(Column.RETURNS),
+            branch_ends=optional(Column.BRANCH_ENDS),
         )
     except MessageError as error:
         raise RoundsError(f"row {row} cannot be trained: {error}") from error

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from rich.console import Console
@@ -135,6 +135,9 @@ def render_report(run: RunRecord) -> str:
     parts = [series_of(name, run.evaluations, f"eval_{name}", over="version", dots=True) for name in run.components]
     others += [("reward components", [series_of(name, run.lines, name) for name in run.components])]
     others += [("components of held-out problems", parts)]
+    for key, names in parts_of(run.lines).items():
+        of_each = [series_of(name, run.lines, f"mix/{name}/{key}") for name in names]
+        others.append((f"{key.replace('_', ' ')} by part of the data", of_each))
     sets = sets_of(run.evaluations)
     for name, keys in sets.items():
         drawn_keys = [key for key in keys if key == "reward" or key.startswith("pass@")]
@@ -178,6 +181,16 @@ def render_report(run: RunRecord) -> str:
             max_troubles=MAX_TROUBLES,
         )
     )
+
+
+def parts_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What is known of parts of [data.mix] (reward, its components, response_tokens), and of which of them."""
+    found: dict[str, dict[str, None]] = {}
+    for line in lines:
+        for name, _, key in (one.removeprefix("mix/").rpartition("/") for one in line if one.startswith("mix/")):
+            if key != "groups":
+                found.setdefault(key, {})[name] = None
+    return {key: list(names) for key, names in found.items()}
 
 
 def _set_rows(run: RunRecord, name: str, keys: Sequence[str]) -> tuple[list[str], list[list[str]]]:

@@ -241,7 +241,9 @@ class EmbeddedEngine:
         except TimeoutError:
             raise EngineHungError(f"the engine's thread did not answer within {CALL_TIMEOUT_S:.0f} s") from None
 
-    def _deliver(self, results: list[Result]) -> None:
+    def _deliver(self, results: list[Result], told: list[Callable[[], None]]) -> None:
+        for tell in told:
+            tell()
         self._outstanding -= sum(1 if isinstance(result, Completion) else len(result.samples) for result in results)
         self._results.put(*results)
 
@@ -271,8 +273,9 @@ class EmbeddedEngine:
             started_s = self._clock.now_s()
             results += decoder.step()
             self._busy_s += self._clock.now_s() - started_s
-            if results:
-                loop.call_soon_threadsafe(self._deliver, results)
+            told, decoder.told = decoder.told, []
+            if results or told:
+                loop.call_soon_threadsafe(self._deliver, results, told)
 
     def _obey(self, decoder: SlotDecoder) -> list[Result] | None:
         """Run the next command, waiting for it; None means close.

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -397,6 +398,8 @@ class SlotDecoder:
         self._waiting = WaitingGroups()
         self._kept = KeptTurns(int(KEPT_SHARE * slots * model.max_context))
         self._running: list[RunningSample] = []
+        self.told: list[Callable[[], None]] = []
+        """What is to be called, on the loop, of samples whose tokens are wanted as they come."""
         self._table = np.zeros(slots, SLOT)
 
     @property
@@ -476,6 +479,8 @@ class SlotDecoder:
             else:
                 self.tokens += 1
                 sample.add(token_id, logprob, self.weights)
+                if (tell := sample.request.on_tokens) is not None:
+                    self.told.append(partial(tell, len(sample.token_ids) - 1, (token_id,), (logprob,)))
         return self._hand_out(np.isfinite(logprobs).tolist())
 
     def _continue(self) -> None:

@@ -52,6 +52,8 @@ SETTLE_S = 0.5
 """Before an update, for what was just sent to start: a few decode steps."""
 STOP_TOKENS = 32
 """Between two looks for a stop string: as many may be generated in vain; SGLang says all tokens again in each chunk."""
+STREAM_TOKENS = 4
+"""Between two chunks of a sample whose tokens are wanted as they come, for the same reason."""
 STUCK_S = 3.0
 """A sample that has not started by then waits for memory: prompts take less."""
 KNOWN_LABELS = 256
@@ -312,7 +314,8 @@ class SampleSender:
         try:
             request = sent.group.request
             stops = NO_STOPS if request.sampling.ignore_eos else self.stops | request.stops
-            asked = sample_request(sent, STOP_TOKENS if stops else CHUNK_AT_END)
+            tell, num_told = request.on_tokens, 0
+            asked = sample_request(sent, STREAM_TOKENS if tell is not None else STOP_TOKENS if stops else CHUNK_AT_END)
             async with aclosing(self._server.client.generate(asked)) as chunks:
                 async for chunk in chunks:
                     checked, last = len(last.token_ids), chunk
@@ -326,6 +329,11 @@ class SampleSender:
                         sent.ends_at = end
                         if not chunk.finish_reason:
                             await self._call_off([sent])  # and read on: only the last chunk says all of its weights
+                    end = len(chunk.token_ids) if sent.ends_at is None else sent.ends_at
+                    if tell is not None and end > num_told and len(chunk.logprobs) >= end:
+                        logprobs = [logprob or 0.0 for logprob, _ in chunk.logprobs[num_told:end]]
+                        tell(num_told, chunk.token_ids[num_told:end], logprobs)
+                        num_told = end
             self._ended(sent, last)
         except ServerAnswerError as error:
             if 400 <= error.status < 500:

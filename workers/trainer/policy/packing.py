@@ -8,7 +8,8 @@ Owns: which token stands where, and what predicts it. Never: the model, attentio
 logprob of every loss token equals that of its sample alone in a row (tests compare them).
 
 The last token of a response predicts nothing and nothing attends to it, so it is a target but no input. The last prompt
-token predicts the first token of every response.
+token predicts the first token of every response. A row of several branches lies here as so many responses; they are
+one row to the objective, with one advantage and one weight.
 
 A row may be padded to a fixed size behind its last group, down to a row of padding alone, for ranks that compute in
 lockstep: pads attend to nothing, predict nothing, and get a zero gradient, which still reaches every parameter.
@@ -79,11 +80,14 @@ def pack(
         positions.append(np.arange(prompt_tokens))
         last_prompt, start = start + prompt_tokens - 1, start + prompt_tokens
         for sample in group.samples:
-            num_inputs = len(sample.response_ids) - 1
-            inputs.append(sample.response_ids[:-1])
-            positions.append(np.arange(prompt_tokens, prompt_tokens + num_inputs))
-            predictors.append(_chosen(sample, np.concatenate([[last_prompt], np.arange(start, start + num_inputs)])))
-            start += num_inputs
+            before: list[NDArray[np.int64]] = []
+            for branch in sample.branches:
+                read = sample.response_ids[branch][:-1]
+                inputs.append(read)
+                positions.append(np.arange(prompt_tokens, prompt_tokens + len(read)))
+                before.append(np.concatenate([[last_prompt], np.arange(start, start + len(read))]))
+                start += len(read)
+            predictors.append(_chosen(sample, np.concatenate(before)))
     if not max(start, pad_to) or 0 < pad_to < start:
         raise ValueError(f"a row of {start} tokens cannot be padded to {pad_to}")
     pads = np.zeros(max(pad_to - start, 0), dtype=np.int64)
@@ -92,7 +96,11 @@ def pack(
         input_ids=_int64([*inputs, pads], device)[None],
         position_ids=_int64([*positions, pads], device)[None],
         attention=tuple(
-            group_attention(len(group.prompt_ids), [len(sample.response_ids) - 1 for sample in group.samples], device)
+            group_attention(
+                len(group.prompt_ids),
+                [branch.stop - branch.start - 1 for sample in group.samples for branch in sample.branches],
+                device,
+            )
             for group in groups
         ),
         predictor_N=_int64(predictors, device),
@@ -113,7 +121,7 @@ def split_by_tokens(groups: Sequence[PromptGroup], max_tokens: int) -> list[list
     room = 0
     for group in groups:
         for part in _split_group(group, max_tokens):
-            size = len(part.prompt_ids) + sum(len(sample.response_ids) - 1 for sample in part.samples)
+            size = len(part.prompt_ids) + sum(sample.num_inputs for sample in part.samples)
             if not pieces or size > room:
                 pieces.append([])
                 room = max_tokens
@@ -126,7 +134,7 @@ def _split_group(group: PromptGroup, max_tokens: int) -> list[PromptGroup]:
     parts: list[list[TrainingSample]] = [[]]
     room = max_tokens - len(group.prompt_ids)
     for sample in group.samples:
-        size = len(sample.response_ids) - 1
+        size = sample.num_inputs
         if parts[-1] and size > room:
             parts.append([])
             room = max_tokens - len(group.prompt_ids)
@@ -145,6 +153,9 @@ def _check(group: PromptGroup) -> None:
         lengths = {len(column) for column in columns if column is not None}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"row {sample.row_id} has columns of {sorted(lengths)} tokens; they must be equal and > 0")
+        branches = sample.branches
+        if not branches or {branches[-1].stop} != lengths or any(one.start >= one.stop for one in branches):
+            raise ValueError(f"the branches of row {sample.row_id} do not follow one another to its end")
 
 
 def _token_batch(

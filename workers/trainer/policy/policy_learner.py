@@ -412,7 +412,7 @@ class TrainStep:
 
 def num_inputs(piece: Sequence[PromptGroup]) -> int:
     """Tokens of its row."""
-    return sum(len(group.prompt_ids) + sum(len(one.response_ids) - 1 for one in group.samples) for group in piece)
+    return sum(len(group.prompt_ids) + sum(one.num_inputs for one in group.samples) for group in piece)
 
 
 def _mark(rows: Sequence[TrainingSample]) -> int:

@@ -43,7 +43,7 @@ let last = null;
 export function showCurves(curves, components) {
   last = { curves, components };
   const batches = curves.batch || [];
-  const learning = LEARNING.map((chart) => (chart.components ? { ...chart, names: components } : chart));
+  const learning = [...LEARNING.map((chart) => (chart.components ? { ...chart, names: components } : chart)), ...ofParts(curves)];
   drawAll(byId("reward-curve"), [withSeries(REWARD, curves)], batches);
   drawAll(byId("curves"), present(learning, curves, 3), batches);
   byId("speed-panel").hidden = !batches.length;
@@ -52,6 +52,19 @@ export function showCurves(curves, components) {
   const shown = new Set([REWARD, ...learning, ...SPEED].flatMap((chart) => chart.names));
   const others = Object.keys(curves).filter((name) => !shown.has(name) && !NOT_CURVES.test(name));
   drawAll(byId("more-curves"), others.map((name) => withSeries({ title: name.replaceAll("_", " "), names: [name] }, curves)), batches);
+}
+
+/** One chart for each number of the parts of [data.mix] (mix/PART/NAME), with a line a part. */
+function ofParts(curves) {
+  const charts = new Map();
+  for (const key of Object.keys(curves)) {
+    const [, part, name] = key.match(/^mix\/(.+)\/([^/]+)$/) || [];
+    if (!name || name === "groups") continue;
+    const title = name.replaceAll("_", " ");
+    const chart = charts.get(name) || { title: `${title[0].toUpperCase()}${title.slice(1)} by part of the data`, names: [], labels: [] };
+    charts.set(name, { ...chart, names: [...chart.names, key], labels: [...chart.labels, part] });
+  }
+  return [...charts.values()];
 }
 
 /** Those that have numbers; before the first batch the first few, empty, so that their place is seen. */
