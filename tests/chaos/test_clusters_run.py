@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.launch.launchers.ray_cluster import RECONNECT
 from tests.chaos.test_elastic_run import ELASTIC
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 from tests.fakes.ray_nodes import ray_nodes
@@ -77,3 +78,16 @@ def test_a_run_grows_on_three_raylets_and_one_is_killed(tmp_path: Path):
             assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
             assert run.audit().returncode == 0
             assert len(run.metrics()) == 24
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_a_run_whose_ray_has_no_head_says_so_and_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(RECONNECT, "80")  # Ray would end the program after these seconds, the run ends before
+    with ray_nodes(tmp_path) as cluster:
+        on_ray = ("launcher.kind=ray", f"launcher.place={cluster.address}", "launcher.address=127.0.0.1")
+        with LiveRun(tmp_path, *EMULATED, *QUICK, *on_ray, "run.batches=400") as run:
+            run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
+            cluster.kill_head()
+            run.wait_until(lambda: "has taken no connection" in run.output, "the loss of the head")
+            assert run.wait_for_end(timeout_s=END_S) == 1, run.describe()
+            assert "nothing is heard of its workers. Everything is kept; go on with: " in run.output

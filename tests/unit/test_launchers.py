@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from orchestrator.config.load import Resolved, resolve
-from orchestrator.errors import ChildFailedError, ConfigError
+from orchestrator.errors import ChildFailedError, ConfigError, EngineLostError
 from orchestrator.launch.checks import check_cluster
 from orchestrator.launch.growth import add_workers, report_loss
 from orchestrator.launch.launchers import kubernetes_cluster
 from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources, Running, resources_of
 from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher, KubernetesUnavailableError
 from orchestrator.launch.launchers.kubernetes_manifests import manifests, worker_manifest
+from orchestrator.launch.launchers.ray_cluster import RayLauncher, RayUnavailableError, in_time
 from orchestrator.launch.launchers.slurm import SlurmLauncher
 from orchestrator.launch.processes import Children, Fleet
 from orchestrator.launch.submission import submission
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from tests.fakes.redis_servers import free_port
 from transport.broker import keys
 from transport.contracts.messages import SpawnWorkers, WorkerStatus, encode
 from transport.contracts.types import RunName, WorkerId, WorkerKind
@@ -303,6 +306,47 @@ async def test_a_quota_is_said_as_the_api_says_it_and_tried_again(api: Kubernete
             await Children(tmp_path, max_restarts=1, launcher=launcher).keep(WORKER)
     finally:
         await launcher.close()
+
+
+# -- Ray
+
+
+async def test_a_head_of_ray_that_is_gone_is_a_reason_then_the_end_and_one_that_comes_back_is_neither(tmp_path: Path):
+    address = ("127.0.0.1", free_port())
+
+    async def answer() -> asyncio.Server:
+        return await asyncio.start_server(lambda _, writer: writer.close(), *address)
+
+    clock, head = ManualClock(), await answer()
+    launcher = RayLauncher(configured("launcher.kind=ray", "launcher.place=auto").settings, 1)
+    launcher.watch_head(f"{address[0]}:{address[1]}", clock)
+    assert await launcher.pending() == {}
+    for silent_s in (0.0, 134.0):  # 135 s are three quarters of 180
+        head.close()
+        await head.wait_closed()
+        await launcher.pending()
+        clock.advance(silent_s)
+        with pytest.raises(RayUnavailableError, match="ends after 135 s"):
+            await launcher.start(WORKER, tmp_path / "log")
+        await launcher.pending()
+        head = await answer()
+        assert await launcher.pending() == {}
+    head.close()
+    await head.wait_closed()
+    await launcher.pending()
+    clock.advance(136.0)
+    with pytest.raises(EngineLostError, match=f"its head at {address[0]}:{address[1]} took no connection for 136 s"):
+        await launcher.pending()
+
+
+async def test_a_call_that_waits_for_ray_ends_in_time():
+    hangs = threading.Event()
+    with pytest.raises(RayUnavailableError, match="Ray did not answer for 0 s"):
+        await in_time(hangs.wait, 0.01)
+    hangs.set()
+    assert await in_time(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await in_time(lambda: 1 // 0)
 
 
 # -- what all have in common
