@@ -284,7 +284,7 @@ async def test_a_batch_script_that_is_told_of_its_end_saves_and_is_queued_again(
 
 def test_a_time_limit_that_leaves_no_time_is_refused():
     with pytest.raises(ConfigError, match=r"launcher.time_limit_s: 200 s leave no time to train"):
-        submission(configured("launcher.kind=slurm", "launcher.time_limit_s=200"), [])
+        submission(configured("launcher.kind=slurm", "launcher.address=127.0.0.1", "launcher.time_limit_s=200"), [])
 
 
 def test_no_secret_is_printed():
