@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ class RayApi(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("ray")
+        self.__spec__ = ModuleSpec("ray", None)
         self.resources = {"CPU": 1000.0, "GPU": 8.0}
         self.actors: list[FakeActor] = []
         self.groups: list[list[dict[str, float]]] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -38,6 +39,9 @@ from tests.fakes.redis_servers import free_port
 from transport.broker import keys
 from transport.contracts.messages import SpawnWorkers, WorkerStatus, encode
 from transport.contracts.types import RunName, WorkerId, WorkerKind
+
+with contextlib.suppress(ImportError):  # here, as it takes seconds, which are not a test's
+    importlib.import_module("kubernetes.client.api")
 
 WORKER = ProcessSpec(
     name="generate-1",

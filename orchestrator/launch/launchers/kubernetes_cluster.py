@@ -127,7 +127,8 @@ class KubernetesLauncher:
     async def close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+            deleting = [one.deleting for one in self._started.values() if one.deleting is not None]
+            await asyncio.gather(self._looking, *deleting, return_exceptions=True)
 
     async def _look_forever(self) -> None:
         while True:

@@ -190,7 +190,10 @@ def _run_job(settings: Settings) -> Manifest:
     here = f"--name {run} --dir {RUNS} --launcher kubernetes --plain"
     places = f"--set broker.url={_broker_url(run)} --set api.port={API_PORT}"
     argv = ["bash", "-c", f'{again}; exec streamrl-orchestrator run "$@" {here} {places}']
-    owner = {"name": OWNER, "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}}
+    owner = {
+        "name": OWNER,
+        "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
+    }
     pod = _pod_spec(settings, argv, [owner], Resources(cpus=1), restart="Never")
     pod |= {"serviceAccountName": object_name(run), "automountServiceAccountToken": True}
     pod["volumes"].append({"name": "config", "configMap": {"name": object_name(run)}})
