@@ -72,6 +72,7 @@ class KubernetesLauncher:
         """Number of a start by its process's name, of which nobody knows whether it was made."""
         self._started: dict[str, PodProcess] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
         self._core: Any = None
         self._batch: Any = None
 
@@ -127,8 +128,7 @@ class KubernetesLauncher:
     async def close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-            deleting = [one.deleting for one in self._started.values() if one.deleting is not None]
-            await asyncio.gather(self._looking, *deleting, return_exceptions=True)
+            await asyncio.gather(self._looking, *self._deleting, return_exceptions=True)
 
     async def _look_forever(self) -> None:
         while True:
@@ -189,7 +189,10 @@ class KubernetesLauncher:
                 log.warning("a pod was not deleted", name=name, error=str(error))
 
     def delete_soon(self, process: PodProcess, grace_s: int) -> None:
-        process.deleting = asyncio.create_task(self._delete(process.name, is_job=process.is_job, grace_s=grace_s))
+        process.is_to_end = True
+        deleting = asyncio.create_task(self._delete(process.name, is_job=process.is_job, grace_s=grace_s))
+        self._deleting.add(deleting)
+        deleting.add_done_callback(self._deleting.discard)
 
     async def _call(self, ask: Callable[[], T]) -> T:
         from kubernetes.client import ApiException
@@ -219,7 +222,7 @@ class PodProcess:
         self.is_job = is_job
         self.returncode: int | None = None
         self.waits = "Kubernetes: no pod yet"
-        self.deleting: asyncio.Task[None] | None = None
+        self.is_to_end = False
         self._ranks = ranks
         self._seen = False
         self._ended = asyncio.Event()
@@ -232,7 +235,7 @@ class PodProcess:
     def see(self, pods: list[Any]) -> int | None:
         """What a look shows. Returns its exit code once it has ended: of several ranks the first that failed."""
         if not pods:  # a job makes its pods later
-            return NODE_LOST if self._seen or not self.is_job or self.deleting is not None else None
+            return NODE_LOST if self._seen or not self.is_job or self.is_to_end else None
         self._seen = True
         self.waits = next((reason for reason in map(_why_pending, pods) if reason), "")
         codes = [code for code in map(_exit_code, pods) if code is not None]
