@@ -95,10 +95,11 @@ class KubernetesLauncher:
         api = client.ApiClient(configuration)
         self._core, self._batch = client.CoreV1Api(api), client.BatchV1Api(api)
         try:
-            for pod in await self._pods(f"{self._selector},{ROLE_OF_WORKER}"):  # of a start before this one
-                await self._delete(pod.metadata.name, is_job=False, grace_s=0)
-            for job in await self._jobs(f"{self._selector},{ROLE_OF_WORKER}"):
+            left = f"{self._selector},{ROLE_OF_WORKER}"  # by a supervisor before this one
+            for job in await self._jobs(left):
                 await self._delete(job.metadata.name, is_job=True, grace_s=0)
+            for pod in await self._pods(left):
+                await self._delete(pod.metadata.name, is_job=False, grace_s=0)
         except KubernetesUnavailableError as error:
             raise ConfigError(f"launcher.place: namespace {self._namespace}: {error}", key="launcher.place") from error
         self._looking = asyncio.create_task(self._look_forever(), name="pods")
@@ -202,9 +203,8 @@ class KubernetesLauncher:
             return await asyncio.to_thread(ask)
         except ApiException as error:
             body = str(error.body or error.reason)
-            raise KubernetesUnavailableError(
-                f"the API server answers {error.status}: {body[:500]}", error.status
-            ) from error
+            status = int(error.status or 0)
+            raise KubernetesUnavailableError(f"the API server answers {status}: {body[:500]}", status) from error
         except HTTPError as error:
             raise KubernetesUnavailableError(f"the API server does not answer: {error}") from error
 
