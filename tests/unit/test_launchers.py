@@ -280,6 +280,7 @@ async def test_a_batch_script_that_is_told_of_its_end_saves_and_is_queued_again(
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+    await until(lambda: len(calls(slurm, "program")) == 1 + saved)
     asked = calls(slurm, "program")
     assert asked[0].startswith("run --preset tiny --name mine --plain")
     assert [line.startswith("checkpoint ") for line in asked[1:]] == [True] * saved
