@@ -5,12 +5,19 @@
     launcher_ms_per_worker                    CPU of this process to start one worker through each launcher and see it
                                               end, the most of all: engines are programs, or an API server, that answer
                                               at once (``launcher_ms``: each)
+    alive                                     by launcher: seconds until --alive workers live at once, own CPU of each
+                                              (ms), of one question for what is pending (ms), and MB
     node_loss_recovery_s                      from the loss of a node of Ray to the first batch trained after its worker
                                               was started again elsewhere; lease_s stands beside it
+    failover_pause_s                          from the kill of the broker's primary until two more batches are trained,
+                                              sentinels having promoted its replica
+    failover_lost_trained                     batches trained before it that the run's end does not have; its audit is
+                                              clean, or there is no figure
 
-The launchers are the product's; ``--workers`` processes are started through each, ``--at-once`` at a time.
+The launchers are the product's; ``--workers`` processes are started through each, ``--at-once`` at a time. Slurm's srun
+is a program that ends at once, or sleeps; the API of Kubernetes and Ray are those of the tests, in this process.
 
-    python -m benchmarks.clusters [--workers 200] [--at-once 50] [--no-runs]
+    python -m benchmarks.clusters [--workers 200] [--at-once 50] [--alive 1000] [--parts slurm,ray,failover,launchers]
 """
 
 from __future__ import annotations
@@ -20,21 +27,28 @@ import asyncio
 import importlib.util
 import json
 import os
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from orchestrator.config.load import resolve
-from orchestrator.launch.launchers.base import Launcher, ProcessSpec
+from orchestrator.launch.launchers.base import Launcher, ProcessSpec, Running
 from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher
 from orchestrator.launch.launchers.local import LocalLauncher
-from orchestrator.launch.launchers.slurm import SlurmLauncher
+from orchestrator.launch.launchers.ray_cluster import RayLauncher
+from orchestrator.launch.launchers.slurm import SlurmLauncher, SrunProcess
 from orchestrator.launch.processes import Children
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
+from tests.fakes.ray_api import RayApi, ray_api
 from tests.fakes.ray_nodes import ray_nodes
+from tests.fakes.redis_servers import Servers, Watched
 from tests.fakes.slurm_nodes import why_no_slurm
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
@@ -63,27 +77,87 @@ async def start_all(launcher: Launcher, directory: Path, count: int, at_once: in
     return {"cpu_ms": round(cpu_ms, 2), "seconds": round(time.monotonic() - began_s, 2)}
 
 
-async def launchers(count: int, at_once: int) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+async def hold_all(launcher: Launcher, directory: Path, count: int, at_once: int) -> dict[str, float]:
+    """Start ``count`` workers that live on, ask what is pending, end them all."""
+    place, began_s, cpu_s = asyncio.Semaphore(at_once), time.monotonic(), time.process_time()
+    rss_bytes = psutil.Process().memory_info().rss
+
+    async def one(number: int) -> Running:
+        spec = ProcessSpec(name=f"generate-{number}", argv=NOTHING, kind=WorkerKind.GENERATE)
+        async with place:
+            return await launcher.start(spec, directory / f"{spec.name}.log")
+
+    started = await asyncio.gather(*(one(number) for number in range(count)))
+    took_s, started_s = time.monotonic() - began_s, time.process_time()
+    await launcher.pending()
+    asked_s, grown_bytes = time.process_time(), psutil.Process().memory_info().rss - rss_bytes
+    assert all(process.returncode is None for process in started)
+    for process in started:
+        os.kill(process.pid, signal.SIGKILL) if isinstance(process, SrunProcess) else process.kill()
+    await asyncio.gather(*(process.wait() for process in started))
+    return {
+        "seconds": round(took_s, 2),
+        "cpu_ms": round((started_s - cpu_s) * 1000 / count, 2),
+        "pending_ms": round((asked_s - started_s) * 1000, 1),
+        "mb": round(grown_bytes / 1e6, 1),
+    }
+
+
+@asynccontextmanager
+async def faked(kind: str, directory: Path, *, ends: bool) -> AsyncIterator[Launcher]:
+    """The launcher of ``kind`` before an engine that starts at once. ends: what it starts ends at once, too."""
+    async with AsyncExitStack() as stack:
+        if kind == "local":
+            yield LocalLauncher()
+            return
+        if kind == "slurm":
+            programs = directory / f"bin-{ends}"
+            programs.mkdir()
+            asked = {"srun": "" if ends else "exec sleep 3600", "squeue": "", "scancel": ""}
+            for program, does in asked.items():
+                (programs / program).write_text(f"#!/bin/sh\n{does}\n")
+                (programs / program).chmod(0o755)
+            before = os.environ["PATH"]
+            stack.callback(os.environ.update, PATH=before)
+            os.environ["PATH"] = f"{programs}:{before}"
+            yield SlurmLauncher(settings("launcher.kind=slurm"), directory, (), {})
+            return
+        if kind == "ray":
+            ray = stack.enter_context(ray_api())
+            launcher = RayLauncher(settings("launcher.kind=ray"), 1)
+            ending = _end_actors(ray) if ends else None
+        else:
+            api = stack.enter_context(kubernetes_api())
+            launcher = KubernetesLauncher(settings("launcher.kind=kubernetes", "launcher.image=i"), api.url)
+            ending = _end_pods(api) if ends else None
+        await launcher.open(resume=False)
+        stack.push_async_callback(launcher.close)
+        if ending is not None:
+            stack.callback(asyncio.create_task(ending).cancel)
+        yield launcher
+
+
+async def launchers(count: int, at_once: int, alive: int) -> dict[str, dict[str, dict[str, float]]]:
+    found: dict[str, dict[str, dict[str, float]]] = {"launcher_ms": {}, "alive": {}}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        found["local"] = await start_all(LocalLauncher(), directory, count, at_once)
-        programs = directory / "bin"
-        programs.mkdir()
-        for program in ("srun", "squeue", "scancel"):
-            (programs / program).write_text("#!/bin/sh\n")
-            (programs / program).chmod(0o755)
-        os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
-        slurm = SlurmLauncher(settings("launcher.kind=slurm"), directory, (), {})
-        found["slurm"] = await start_all(slurm, directory, count, at_once)
-        with kubernetes_api() as api:
-            ending = asyncio.create_task(_end_pods(api))
-            pods = KubernetesLauncher(settings("launcher.kind=kubernetes", "launcher.image=i"), api.url)
-            await pods.open(resume=False)
-            found["kubernetes"] = await start_all(pods, directory, count, at_once)
-            await pods.close()
-            ending.cancel()
+        for kind in ("local", "slurm", "ray", "kubernetes"):
+            async with faked(kind, directory, ends=True) as launcher:
+                found["launcher_ms"][kind] = await start_all(launcher, directory, count, at_once)
+            if kind != "local":
+                async with faked(kind, directory, ends=False) as launcher:
+                    found["alive"][kind] = await hold_all(launcher, directory, alive, at_once)
     return found
+
+
+async def _end_actors(ray: RayApi) -> None:
+    """As processes that have nothing to do."""
+    ended = 0
+    while True:
+        for actor in ray.actors[ended:]:
+            actor.says(b"", 0)
+        ended = len(ray.actors)
+        await asyncio.sleep(0.02)
 
 
 async def _end_pods(api: KubernetesApi) -> None:
@@ -115,30 +189,63 @@ def node_loss_s(directory: Path, address: str, kill: Any) -> float:
         return round(time.monotonic() - lost_s, 1)
 
 
+def failover(directory: Path) -> dict[str, float]:
+    servers = Servers(directory / "servers")
+    try:
+        watched = Watched(servers)
+        on_it = ("emulated.time_scale=0.1", f"broker.url={watched.url}", "run.batches=30")
+        with LiveRun(directory, *EMULATED, *QUICK, *on_it) as run:
+            run.wait_for_batch(5)
+            before = {line["batch"] for line in run.metrics()}
+            watched.primary.kill()
+            killed_s = time.monotonic()
+            run.wait_for_batch(len(before) + 2)
+            pause_s = time.monotonic() - killed_s
+            assert run.wait_for_end() == 0, run.describe()
+            assert run.audit().returncode == 0
+            lost = before - {line["batch"] for line in run.metrics()}
+    finally:
+        servers.kill()
+    return {"failover_pause_s": round(pause_s, 1), "failover_lost_trained": len(lost)}
+
+
+def on_slurm(directory: Path) -> dict[str, Any]:
+    if why := why_no_slurm():
+        print(f"not on Slurm: {why}")
+        return {"slurm_first_batch_s": None}
+    return {"slurm_first_batch_s": first_batch_s(directory, "launcher.kind=slurm", "launcher.address=127.0.0.1")}
+
+
+def on_ray(directory: Path) -> dict[str, Any]:
+    if not importlib.util.find_spec("ray"):
+        print("not on Ray: it is not installed")
+        return {"ray_first_batch_s": None, "node_loss_recovery_s": None}
+    with ray_nodes(directory) as nodes:
+        for part in ("first", "loss"):
+            (directory / part).mkdir()
+        first_s = first_batch_s(directory / "first", *ON_RAY, f"launcher.place={nodes.address}")
+        lost_s = node_loss_s(directory / "loss", nodes.address, nodes.kill)
+    return {"ray_first_batch_s": first_s, "node_loss_recovery_s": lost_s, "lease_s": LEASE_S}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=50)
-    parser.add_argument("--no-runs", action="store_true", help="launchers alone")
+    parser.add_argument("--alive", type=int, default=1000)
+    parser.add_argument("--parts", default="slurm,ray,failover,launchers")
     options = parser.parse_args(argv)
-    figures: dict[str, Any] = {"ray_first_batch_s": None, "slurm_first_batch_s": None, "node_loss_recovery_s": None}
-    if not options.no_runs:
-        with tempfile.TemporaryDirectory() as name:
-            if not why_no_slurm():
-                place = Path(name) / "slurm"
-                place.mkdir()
-                more = ("launcher.kind=slurm", "launcher.address=127.0.0.1")
-                figures["slurm_first_batch_s"] = first_batch_s(place, *more)
-            if importlib.util.find_spec("ray"):
-                with ray_nodes(Path(name)) as nodes:
-                    for part in ("ray", "loss"):
-                        (Path(name) / part).mkdir()
-                    place = f"launcher.place={nodes.address}"
-                    figures["ray_first_batch_s"] = first_batch_s(Path(name) / "ray", *ON_RAY, place)
-                    figures["node_loss_recovery_s"] = node_loss_s(Path(name) / "loss", nodes.address, nodes.kill)
-    each = asyncio.run(launchers(options.workers, options.at_once))
-    figures["launcher_ms_per_worker"] = max(one["cpu_ms"] for one in each.values())
-    print(json.dumps({**figures, "lease_s": LEASE_S, "workers": options.workers, "launcher_ms": each}))
+    runs = {"slurm": on_slurm, "ray": on_ray, "failover": failover}
+    figures: dict[str, Any] = {}
+    for part in options.parts.split(","):
+        if part in runs:
+            with tempfile.TemporaryDirectory() as name:
+                figures |= runs[part](Path(name))
+            continue
+        each = asyncio.run(launchers(options.workers, options.at_once, options.alive))
+        most = max(one["cpu_ms"] for one in each["launcher_ms"].values())
+        figures |= {"launcher_ms_per_worker": most, "workers": options.workers, **each}
+    print(json.dumps({**figures, "load": round(os.getloadavg()[0], 1)}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ StreamError (transport.errors)
 ├── RefusedError                never ends a command: the answer to one request over HTTP
 └── RunFailedError              1: the run cannot go on
     ├── ChildFailedError        the child's own 2, 3 or 5, else 1
+    ├── EngineLostError         1: what starts the workers on their nodes is gone
     ├── StalledError            3: no progress for ``liveness.stall_s``
     ├── ForeignEntryError       1: somebody else wrote to a stream that only the orchestrator may write
     └── Interrupted             130: a signal asked for the end
@@ -99,6 +100,10 @@ class ForeignEntryError(RunFailedError):
         )
         self.stream = stream
         self.entry_id = entry_id
+
+
+class EngineLostError(RunFailedError):
+    """The engine of ``launcher.kind`` is gone, and with it all word of its workers."""
 
 
 class Interrupted(RunFailedError):

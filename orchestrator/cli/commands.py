@@ -163,10 +163,22 @@ def run(
             "With a --launcher but local: print what would be submitted, a batch script or manifests.",
         ),
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="With --dry-run --launcher kubernetes: a new directory for the manifests, a Kustomize base."),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live table.")] = False,
 ) -> None:
     overrides = configuration.overrides(run_name=name, run_dir=directory, launcher_kind=launcher)
     resolved = configuration.resolve_resumed(overrides) if resume else configuration.resolve_new(overrides)
+    if out is not None:
+        if not dry_run:
+            raise typer.BadParameter("--out goes with --dry-run: it starts nothing")
+        from orchestrator.launch.submission import write_base
+
+        write_base(resolved, sys.argv[2:], out)
+        typer.echo(f"written; see it with: kubectl kustomize {out}")
+        return
     if dry_run and resolved.settings.launcher.kind != "local":
         from orchestrator.launch.submission import submission
 

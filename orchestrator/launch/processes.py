@@ -244,7 +244,7 @@ class Children:
         return self._waiting
 
     async def watch_pending(self, report: Callable[[Mapping[str, str]], Awaitable[None]]) -> None:
-        """Ask the engine forever what has not begun; report all of it whenever it answers."""
+        """Ask the engine forever what has not begun; report all of it whenever it answers. Raises EngineLostError."""
         while True:
             self._waiting = await self._launcher.pending()
             await report(self._waiting)

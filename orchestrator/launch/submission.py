@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.config.load import Resolved
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, writing_out
 from orchestrator.launch.checks import check_cluster
 from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.processes import Fleet
@@ -21,15 +21,7 @@ from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 
 def submission(resolved: Resolved, typed: Sequence[str]) -> str:
     """Nothing is started or asked. typed: arguments of ``run`` as its user typed them. No secret is in it."""
-    settings = resolved.settings
-    check_cluster(_on_its_cluster(settings))
-    _check_typed(settings, typed)
-    url = without_password(settings.broker.url)[0] or "BROKER"
-    run_dir = Path(settings.run.dir) / settings.run.name
-    fleet = Fleet(
-        settings=settings, run_dir=run_dir, model_dir=Path("MODEL"), url=url, env={}, is_local=False, worker_url=url
-    )
-    specs = fleet.workers()
+    settings, specs = resolved.settings, _specs(resolved.settings, typed)
     match settings.launcher.kind:
         case "slurm":
             from orchestrator.launch.launchers.slurm import batch_script
@@ -41,6 +33,32 @@ def submission(resolved: Resolved, typed: Sequence[str]) -> str:
             return manifests_text(resolved, specs)
         case _:
             return "".join(f"{_line(spec)}\n" for spec in specs)
+
+
+def write_base(resolved: Resolved, typed: Sequence[str], directory: Path) -> None:
+    """A Kustomize base in ``directory``, which is made. Raises ConfigError: it has files already, or another engine."""
+    from orchestrator.launch.launchers.kubernetes_manifests import kustomize_base
+
+    if resolved.settings.launcher.kind != "kubernetes":
+        raise ConfigError("--out is the directory of a Kustomize base: it goes with --dry-run --launcher kubernetes")
+    files = kustomize_base(resolved, _specs(resolved.settings, typed))
+    with writing_out(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise ConfigError(f"--out: {directory} has files already; name another directory, or remove it")
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+
+
+def _specs(settings: Settings, typed: Sequence[str]) -> Sequence[ProcessSpec]:
+    check_cluster(_on_its_cluster(settings))
+    _check_typed(settings, typed)
+    url = without_password(settings.broker.url)[0] or "BROKER"
+    run_dir = Path(settings.run.dir) / settings.run.name
+    fleet = Fleet(
+        settings=settings, run_dir=run_dir, model_dir=Path("MODEL"), url=url, env={}, is_local=False, worker_url=url
+    )
+    return fleet.workers()
 
 
 def _on_its_cluster(settings: Settings) -> Settings:

@@ -31,7 +31,7 @@ from orchestrator.config.load import Resolved, render
 from orchestrator.config.run_directory import RunDir, resume_command
 from orchestrator.config.starts import note_start
 from orchestrator.core.model.settings import chosen_dispatch
-from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError, exit_code
+from orchestrator.errors import ChildFailedError, EngineLostError, ExitCode, Interrupted, StalledError, exit_code
 from orchestrator.launch.checks import (
     FIRST_ANSWER_S,
     check_cluster,
@@ -344,7 +344,7 @@ class Supervisor:
         async def report(pending: Mapping[str, str]) -> None:
             nonlocal told
             for name in pending.keys() - told.keys():
-                self._view.note(f"{name} is not started yet: {pending[name]}")
+                self._view.note(f"{name} is waited for: {pending[name]}")
             told = pending
             await tell_pending(broker, pending)
 
@@ -362,6 +362,8 @@ class Supervisor:
                     f"the run stopped, {reason}. Look into {self._rundir.logs}, at the log of the process that should "
                     f"have acted. Everything is kept; {self._go_on}"
                 )
+            case EngineLostError():
+                return EngineLostError(f"{error}: nothing is heard of its workers. Everything is kept; {self._go_on}")
             case _:
                 return error
 

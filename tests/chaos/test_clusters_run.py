@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from orchestrator.launch.launchers.ray_cluster import RECONNECT
 from tests.chaos.test_elastic_run import ELASTIC
+from tests.fakes.command_line import orchestrator
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 from tests.fakes.ray_nodes import ray_nodes
 from tests.fakes.slurm_nodes import ask_slurm, why_no_slurm
@@ -20,6 +24,8 @@ from tests.fakes.slurm_nodes import ask_slurm, why_no_slurm
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 END_S = 600.0
+BATCHES = 100
+"""Enough that the run is not over when its script is told of the end."""
 
 
 @pytest.fixture
@@ -62,6 +68,54 @@ def test_ranks_that_srun_started_meet_at_the_broker(tmp_path: Path):
         assert run.audit().returncode == 0
 
 
+@pytest.mark.usefixtures("slurm")
+def test_a_batch_script_that_is_told_of_its_end_saves_is_queued_again_and_goes_on(tmp_path: Path):
+    """Signals are sent by hand, of the time limit and then of a preemption, so that they need not be waited for;
+    Slurm's pause of two minutes before a job is started again is cut.
+    """
+    settings = (*EMULATED, *QUICK, "launcher.address=127.0.0.1", f"run.batches={BATCHES}")
+    command = ["run", "--preset", "tiny", "--name", "batch", "--launcher", "slurm", "--dry-run"]
+    command += [part for setting in settings for part in ("--set", setting)]
+    made = orchestrator(*command, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    script = tmp_path / "run.sh"
+    script.write_text(made.stdout)
+    run_dir, output = tmp_path / "runs" / "batch", tmp_path / "streamrl-batch.out"
+    job = ask_slurm("sbatch", "--parsable", "--chdir", str(tmp_path), str(script)).strip()
+
+    def state() -> str:
+        return ask_slurm("squeue", "-h", "-j", job, "-o", "%T %r").splitlines()[0]
+
+    def trained() -> int:
+        path = run_dir / "metrics.jsonl"
+        return sum('"batch"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+
+    def until(holds: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + END_S
+        while not holds():
+            said = output.read_text()[-3000:] if output.exists() else ""
+            assert time.monotonic() < deadline_s, f"no {what}; job {state()}:\n{said}"
+            time.sleep(0.5)
+
+    try:
+        until(lambda: trained() >= 3, "batch 3")
+        ask_slurm("scancel", "--batch", "--signal=USR1", job)
+        until(lambda: "a checkpoint follows the batch in training" in output.read_text(), "checkpoint asked for")
+        ask_slurm("scancel", "--batch", "--signal=TERM", job)
+        until(lambda: "BeginTime" in state(), "job that is queued again")
+        assert "stopped by SIGTERM" in output.read_text()
+        seen = trained()
+        assert seen < BATCHES
+        ask_slurm("scontrol", "update", f"jobid={job}", "starttime=now")
+        until(lambda: trained() > seen, "batch after it")
+        until(lambda: not ask_slurm("squeue", "-h", "-t", "R,PD,CG", "-o", "%i", "--me").split().count(job), "end")
+        assert trained() == BATCHES
+        audit = orchestrator("inspect", str(run_dir), "--audit", cwd=tmp_path)
+        assert audit.returncode == 0, audit.stdout + audit.stderr
+    finally:
+        subprocess.run(["scancel", job], check=False, timeout=60)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_a_run_grows_on_three_raylets_and_one_is_killed(tmp_path: Path):
     lengths = tmp_path / "lengths.txt"
@@ -77,3 +131,16 @@ def test_a_run_grows_on_three_raylets_and_one_is_killed(tmp_path: Path):
             assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
             assert run.audit().returncode == 0
             assert len(run.metrics()) == 24
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_a_run_whose_ray_has_no_head_says_so_and_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(RECONNECT, "80")  # Ray would end the program after these seconds, the run ends before
+    with ray_nodes(tmp_path) as cluster:
+        on_ray = ("launcher.kind=ray", f"launcher.place={cluster.address}", "launcher.address=127.0.0.1")
+        with LiveRun(tmp_path, *EMULATED, *QUICK, *on_ray, "run.batches=400") as run:
+            run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
+            cluster.kill_head()
+            run.wait_until(lambda: "has taken no connection" in run.output, "the loss of the head")
+            assert run.wait_for_end(timeout_s=END_S) == 1, run.describe()
+            assert "nothing is heard of its workers. Everything is kept; go on with: " in run.output

@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+LATE_S = 30.0
+
 
 class KubernetesApi:
     """Pods by name, as they were created; a test sets their status. asked: (method, path) of every request."""
@@ -18,6 +20,9 @@ class KubernetesApi:
         self.objects: dict[str, dict[str, Any]] = {}
         self.asked: list[tuple[str, str]] = []
         self.refuse: tuple[int, str] | None = None
+        self.answers = threading.Event()
+        """While it is not set, what is created is created, and its answer does not come."""
+        self.answers.set()
         self.url = ""
 
     def status(self, name: str, phase: str, **more: Any) -> None:
@@ -39,17 +44,19 @@ class KubernetesApi:
             if made["metadata"]["name"] in self.objects:
                 return 409, {"kind": "Status", "reason": "AlreadyExists"}
             self.objects[made["metadata"]["name"]] = {**made, "status": {"phase": "Pending"}}
+            self.answers.wait(LATE_S)
             return 201, made
         if method == "DELETE":
             return (200, {"kind": "Status"}) if self.objects.pop(name, None) else (404, {"kind": "Status"})
         if place.path.endswith("/log"):
             return 200, "a line of the pod\n"
         selector = parse_qs(place.query)["labelSelector"][0]
-        found = [one for one in self.objects.values() if one["kind"] == "Pod"]
+        kind, version = ("Job", "batch/v1") if name == "jobs" else ("Pod", "v1")
+        found = [one for one in self.objects.values() if one["kind"] == kind]
         if "notin" not in selector:
             key, _, value = selector.partition("=")
             found = [one for one in found if one["metadata"]["labels"].get(key) == value]
-        return 200, {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": found}
+        return 200, {"kind": f"{kind}List", "apiVersion": version, "metadata": {}, "items": found}
 
 
 @contextmanager
@@ -79,6 +86,7 @@ def kubernetes_api() -> Iterator[KubernetesApi]:
     try:
         yield api
     finally:
+        api.answers.set()
         server.shutdown()
         thread.join()
         server.server_close()

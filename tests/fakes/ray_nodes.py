@@ -1,6 +1,7 @@
 """A cluster of Ray on this machine: one raylet a node, with counted GPUs. ``python -m tests.fakes.ray_nodes``.
 
-It prints the cluster's address, then kills the node whose number it reads, a line at a time, and ends with its input.
+It prints the cluster's address, then kills what it reads, a line at a time: the node that holds a process with these
+words on its command line, the head for none. It ends with its input.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ class RayNodes:
 
     def kill(self, *, holding: Sequence[str]) -> None:
         """Kill the first node, but that of the head, that has a process whose command line contains ``holding``."""
+        self._ask(holding)
+
+    def kill_head(self) -> None:
+        """Its GCS: the process that all others ask."""
+        self._ask([])
+
+    def _ask(self, holding: Sequence[str]) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(holding) + "\n")
@@ -70,6 +78,10 @@ def _main() -> None:
     print(json.dumps({"address": cluster.address}), flush=True)
     for line in sys.stdin:
         holding = json.loads(line)
+        if not holding:
+            cluster.head_node.kill_gcs_server(check_alive=False)
+            print("killed", flush=True)
+            continue
         for node in nodes:
             raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
             below = [" ".join(child.cmdline()) for child in raylet.children(recursive=True) if child.is_running()]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -135,6 +136,31 @@ def test_a_part_that_was_not_written_is_no_checkpoint(place: Place) -> None:
     with pytest.raises(CheckpointError, match=r"step-3 \(\d+ bytes needed\): rank 1: No space left on device"):
         two_ranks_save(place, tensors, version=3, problem="No space left on device")
     assert names_in(place) == ["step-2"]
+
+
+def test_ranks_see_one_directory_and_leave_nothing_there(place: Place) -> None:
+    found = on_ranks(2, lambda of: CheckpointStore(place, keep=2, rank=of.rank).check_shared(of.gather))
+    assert found == [None, None]
+    assert list(place.iterdir() if isinstance(place, Path) else place.files()) == []
+
+
+@pytest.mark.parametrize("shares_name", [True, False], ids=["another", "unwritable"])
+def test_ranks_whose_directories_are_not_one_are_refused_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares_name: bool
+) -> None:
+    """As two hosts have them that share no file system; or as rank 0 cannot write to its own."""
+    monkeypatch.setattr("workers.trainer.checkpoint.SEEN_S", 0.0)
+    if not shares_name:
+        (tmp_path / "0").write_text("no directory")
+    found = on_ranks(
+        3, lambda of: CheckpointStore(tmp_path / str(min(of.rank, 1)), keep=2, rank=of.rank).check_shared(of.gather)
+    )
+    wanted = r"rank 1: on .* it is not the directory of rank 0; rank 2: " if shares_name else "File exists"
+    for error in found:
+        assert isinstance(error, CheckpointError)
+        assert re.search(wanted, str(error))
+        assert "object storage" in str(error)
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_old_ones_go_and_what_a_killed_trainer_left_is_never_read(place: Place) -> None:

@@ -117,3 +117,28 @@ async def test_ranks_of_two_hosts_train_what_one_process_does(
     found, expected = (load_file(d / "model" / "model.safetensors") for d in (run.run_dir, tmp_path / "single"))
     assert found.keys() == expected.keys()
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
+
+
+@pytest.mark.long
+async def test_ranks_whose_hosts_share_no_directory_are_refused_before_they_train(
+    run: TrainerRun, other_host: SecondHost, tmp_path: Path
+) -> None:
+    """The other host has a file system of its own where the checkpoints go, under the same path."""
+    checkpoints = run.run_dir / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    apart = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {checkpoints} && exec "$@"', "sh")
+    meeting = f"{other_host.here}:{free_port()}"
+    started: list[asyncio.subprocess.Process] = []
+    log = tmp_path / "ranks.log"
+    try:
+        for prefix, address in (((), other_host.here), ((*other_host.run, *apart), other_host.there)):
+            command = [*prefix, *command_of(run, address, meeting)]
+            with log.open("ab") as file:
+                both = {"stdout": file, "stderr": file}
+                started.append(await asyncio.create_subprocess_exec(*command, env=run.environment, **both))
+        assert 0 not in [await agent.wait() for agent in started]
+        said = log.read_text()
+        assert said.count("rank 1: on other it is not the directory of rank 0: all ranks need the same one") >= 2
+        assert not list(checkpoints.iterdir())
+    finally:
+        await end(started)

@@ -192,6 +192,7 @@ ONLY_IN = {
 UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 CATCH_ALL = {
+    "orchestrator/launch/launchers/ray_cluster.py",  # in a thread: what it raises is raised where it is awaited
     "transport/process/storage.py",  # fsspec's file systems share no root of errors
     "workers/models.py",  # foreign code: whatever it raises, it has ended
     "workers/weights/publish.py",  # the guard of one delivery: what it asks for is written by others

@@ -6,29 +6,42 @@ Slurm's commands are programs that write down how they were called and answer as
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from orchestrator.config.load import Resolved, resolve
-from orchestrator.errors import ChildFailedError, ConfigError
+from orchestrator.errors import ChildFailedError, ConfigError, EngineLostError
 from orchestrator.launch.checks import check_cluster
 from orchestrator.launch.growth import add_workers, report_loss
 from orchestrator.launch.launchers import kubernetes_cluster
 from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources, Running, resources_of
 from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher, KubernetesUnavailableError
-from orchestrator.launch.launchers.kubernetes_manifests import manifests, worker_manifest
-from orchestrator.launch.launchers.slurm import SlurmLauncher
+from orchestrator.launch.launchers.kubernetes_manifests import OWNER, manifests, worker_manifest
+from orchestrator.launch.launchers.ray_cluster import RayLauncher, RayUnavailableError, in_time
+from orchestrator.launch.launchers.slurm import SlurmLauncher, batch_script
 from orchestrator.launch.processes import Children, Fleet
-from orchestrator.launch.submission import submission
+from orchestrator.launch.submission import submission, write_base
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from tests.fakes.ray_api import ray_api
+from tests.fakes.redis_servers import free_port
 from transport.broker import keys
 from transport.contracts.messages import SpawnWorkers, WorkerStatus, encode
 from transport.contracts.types import RunName, WorkerId, WorkerKind
+
+with contextlib.suppress(ImportError):  # here, as it takes seconds, which are not a test's
+    importlib.import_module("kubernetes.client.api")
 
 WORKER = ProcessSpec(
     name="generate-1",
@@ -158,6 +171,39 @@ async def test_what_is_pending_has_the_schedulers_reason(slurm: Path, tmp_path: 
     assert await launcher.pending() == {}
 
 
+@pytest.mark.parametrize(
+    "reason", ["AssocGrpCpuLimit", "QOSMaxJobsPerUserLimit", "ReqNodeNotAvail, UnavailableNodes:n3"], ids=str.lower
+)
+async def test_a_quota_or_a_node_that_is_away_is_said_as_slurm_says_it(slurm: Path, tmp_path: Path, reason: str):
+    answers(slurm, "srun", "exec sleep 30")
+    answers(slurm, "squeue", f"echo '12|streamrl/mine/generate-1|{reason}'")
+    launcher = slurm_launcher(tmp_path)
+    process = await launcher.start(WORKER, tmp_path / "log")
+    try:
+        assert await launcher.pending() == {"generate-1": f"Slurm job 12: {reason}"}
+    finally:
+        os.kill(process.pid, 9)
+        await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "starts"),
+    [
+        ("slurmstepd-n1: error: execve(): /env/bin/python: No such file or directory", 2, 1),
+        ("srun: error: Unable to allocate resources: Invalid account or account/partition combination", 1, 2),
+    ],
+    ids=["no package on the node", "no account"],
+)
+async def test_what_slurm_refuses_ends_the_run_in_its_own_words(
+    slurm: Path, tmp_path: Path, said: str, code: int, starts: int
+):
+    """As srun of Slurm 22.05 does: what is not on the node is exit code 2, and not tried again."""
+    answers(slurm, "srun", f"echo '{said}' >&2; exit {code}")
+    with pytest.raises(ChildFailedError, match=re.escape(said)):
+        await Children(tmp_path, max_restarts=1, launcher=slurm_launcher(tmp_path)).keep(WORKER)
+    assert len(calls(slurm, "srun")) == starts
+
+
 async def test_a_signal_goes_to_the_tasks_and_not_to_srun(slurm: Path, tmp_path: Path):
     answers(slurm, "srun", f"until [[ -s {slurm}/scancel.args ]]; do sleep .05; done; exit 143")
     process = await slurm_launcher(tmp_path).start(WORKER, tmp_path / "log")
@@ -208,6 +254,44 @@ def test_the_batch_script_has_both_stages_and_goes_on_after_its_time_limit():
     assert "--dry-run" not in script
 
 
+@pytest.mark.parametrize(
+    ("number", "saved", "code", "again"),
+    [("USR1", True, 130, True), ("TERM", False, 130, True), ("", False, 0, False), ("", False, 4, False)],
+    ids=["time limit", "preemption", "finished", "failed"],
+)
+async def test_a_batch_script_that_is_told_of_its_end_saves_and_is_queued_again(
+    slurm: Path, tmp_path: Path, number: str, saved: bool, code: int, again: bool
+):
+    """run stays until it is signalled, or ends with ``code`` by itself; the seconds of grace pass at once."""
+    stays = f"trap 'kill $!; exit 130' TERM; touch {slurm}/stays; /bin/sleep {LIMIT_S} & wait $!"
+    answers(slurm, "program", f"[[ $1 == checkpoint ]] && exit; {stays if number else f'exit {code}'}")
+    answers(slurm, "scontrol", "")
+    answers(slurm, "sleep", "exit 0")
+    settings = configured("launcher.kind=slurm", f"run.dir={tmp_path}", "launcher.time_limit_s=360").settings
+    script = batch_script(settings, [WORKER, RANKS], ["--preset", "tiny"], str(slurm / "program"))
+    environ = {**os.environ, "SLURM_JOB_ID": "7"}
+    process = await asyncio.create_subprocess_exec("bash", "-c", script, env=environ)
+    try:
+        if number:
+            await until((slurm / "stays").exists)
+            process.send_signal(signal.Signals[f"SIG{number}"])
+        async with asyncio.timeout(LIMIT_S):
+            assert await process.wait() == code
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    await until(lambda: len(calls(slurm, "program")) == 1 + saved)
+    asked = calls(slurm, "program")
+    assert asked[0].startswith("run --preset tiny --name mine --plain")
+    assert [line.startswith("checkpoint ") for line in asked[1:]] == [True] * saved
+    assert calls(slurm, "scontrol") == ["requeue 7 "] * again
+
+
+def test_a_time_limit_that_leaves_no_time_is_refused():
+    with pytest.raises(ConfigError, match=r"launcher.time_limit_s: 200 s leave no time to train"):
+        submission(configured("launcher.kind=slurm", "launcher.address=127.0.0.1", "launcher.time_limit_s=200"), [])
+
+
 def test_no_secret_is_printed():
     resolved = configured("launcher.kind=ray", "broker.url=redis://u:hidden-word@127.0.0.1:1")
     with pytest.raises(ConfigError, match="prints no secret"):
@@ -219,10 +303,12 @@ def test_no_secret_is_printed():
 
 IMAGE = ("launcher.kind=kubernetes", "launcher.image=registry/streamrl:1", "tensors.host=0.0.0.0")
 
+OPTIONS = "launcher.options=['kueue.x-k8s.io/queue-name=team', 'priorityClassName=high']"
+
 
 def test_all_objects_are_what_the_api_takes():
     validate = pytest.importorskip("kubernetes_validate")
-    resolved = configured(*IMAGE, "launcher.options=['kueue.x-k8s.io/queue-name=team']", "launcher.place=rl")
+    resolved = configured(*IMAGE, OPTIONS, "launcher.place=rl")
     made = manifests(resolved)
     made += [worker_manifest(resolved.settings, spec, "a1") for spec in (WORKER, RANKS)]
     for one in made:
@@ -231,6 +317,40 @@ def test_all_objects_are_what_the_api_takes():
     assert kinds[-2:] == ["Pod", "Job"]
     assert {"StatefulSet", "Service", "NetworkPolicy", "Role", "ConfigMap", "PersistentVolumeClaim"} < set(kinds)
     assert all(one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team" for one in made)
+    assert made[-2]["spec"]["priorityClassName"] == "high"
+    (run,) = [one for one in made if one["kind"] == "Job" and one["metadata"]["name"] == "streamrl-mine"]
+    assert run["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["exec"]["command"][0] == "health.sh"
+    owned = worker_manifest(resolved.settings, RANKS, "a1", "some-uid")
+    validate.validate(owned, "1.30", strict=True)
+    assert owned["metadata"]["ownerReferences"][0]["uid"] == "some-uid"
+
+
+@pytest.mark.parametrize("option", ["--account=x", "team", "Bad/Prefix=x", "a=b c"])
+def test_an_option_that_is_no_label_is_refused(option: str):
+    with pytest.raises(ConfigError, match="of Kubernetes these are labels"):
+        manifests(configured(*IMAGE, f"launcher.options=['{option}']"))
+
+
+def test_a_kustomize_base_is_the_same_objects(tmp_path: Path):
+    """What kubectl makes of it, where there is one; an overlay of a user's in another namespace."""
+    yaml = pytest.importorskip("yaml")
+    resolved = configured(*IMAGE)
+    write_base(resolved, [], tmp_path / "base")
+    listed = yaml.safe_load((tmp_path / "base" / "kustomization.yaml").read_text())["resources"]
+    assert [yaml.safe_load((tmp_path / "base" / name).read_text()) for name in listed] == manifests(resolved)
+    with pytest.raises(ConfigError, match="has files already"):
+        write_base(resolved, [], tmp_path / "base")
+    with pytest.raises(ConfigError, match="goes with --dry-run --launcher kubernetes"):
+        write_base(configured(), [], tmp_path / "other")
+    if not shutil.which("kubectl"):
+        return
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text("namespace: rl\nresources: [../base]\n")
+    made = subprocess.run(["kubectl", "kustomize", overlay], check=True, capture_output=True, timeout=60).stdout
+    rendered = list(yaml.safe_load_all(made))
+    assert sorted(one["kind"] for one in rendered) == sorted(one["kind"] for one in manifests(resolved))
+    assert {one["metadata"]["namespace"] for one in rendered} == {"rl"}
 
 
 def test_no_object_holds_a_secret():
@@ -292,6 +412,19 @@ async def test_a_pod_that_vanishes_was_killed_and_one_that_is_asked_to_end_is_de
         await launcher.close()
 
 
+@pytest.mark.parametrize("spec", [WORKER, RANKS], ids=["a pod", "a job without pods"])
+async def test_one_that_never_began_ends_when_it_is_told_to(api: KubernetesApi, tmp_path: Path, spec: ProcessSpec):
+    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
+    await launcher.open(resume=False)
+    try:
+        process = await launcher.start(spec, tmp_path / "log")
+        assert spec.name in await launcher.pending()
+        process.kill()
+        assert await process.wait() == NODE_LOST
+    finally:
+        await launcher.close()
+
+
 async def test_a_quota_is_said_as_the_api_says_it_and_tried_again(api: KubernetesApi, tmp_path: Path):
     launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
     await launcher.open(resume=False)
@@ -303,6 +436,168 @@ async def test_a_quota_is_said_as_the_api_says_it_and_tried_again(api: Kubernete
             await Children(tmp_path, max_restarts=1, launcher=launcher).keep(WORKER)
     finally:
         await launcher.close()
+
+
+async def test_an_image_that_is_not_there_is_said_as_the_node_says_it(api: KubernetesApi, tmp_path: Path):
+    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
+    await launcher.open(resume=False)
+    try:
+        await launcher.start(WORKER, tmp_path / "log")
+        waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such manifest"}}
+        container = {"name": "streamrl", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+        api.status(next(iter(api.objects)), "Pending", containerStatuses=[{**container, "state": waiting}])
+        await until_pending(launcher, {"generate-1": "Kubernetes: ImagePullBackOff: no such manifest"})
+    finally:
+        await launcher.close()
+
+
+async def test_a_creation_that_is_answered_late_or_twice_starts_one_pod(
+    api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
+    await launcher.open(resume=False)
+    try:
+        with monkeypatch.context() as impatient:
+            impatient.setattr(kubernetes_cluster, "ANSWER_S", 0.3)
+            api.answers.clear()
+            with pytest.raises(KubernetesUnavailableError, match="does not answer"):
+                await launcher.start(WORKER, tmp_path / "log")
+        api.answers.set()
+        await until(lambda: len(api.objects) == 1)
+        process = await launcher.start(WORKER, tmp_path / "log")  # which the server says is there already
+        (name,) = api.objects
+        api.ended(name, 0)
+        assert await process.wait() == 0
+        await launcher.start(WORKER, tmp_path / "log")
+        assert list(api.objects) != [name], "the next start is another pod"
+    finally:
+        await launcher.close()
+
+
+async def test_what_an_earlier_supervisor_left_is_ended_and_no_more_is_asked_than_the_role_allows(
+    api: KubernetesApi, tmp_path: Path
+):
+    resolved = configured(*IMAGE)
+    dead = KubernetesLauncher(resolved.settings, api.url, {OWNER: "some-uid"})
+    await dead.open(resume=False)
+    for spec in (WORKER, RANKS):
+        await dead.start(spec, tmp_path / "log")
+    await dead.close()
+    assert {one["kind"] for one in api.objects.values()} == {"Pod", "Job"}
+    assert all(one["metadata"]["ownerReferences"][0]["uid"] == "some-uid" for one in api.objects.values())
+    launcher = KubernetesLauncher(resolved.settings, api.url)
+    await launcher.open(resume=True)
+    assert api.objects == {}
+    process = await launcher.start(WORKER, tmp_path / "log")
+    api.ended(next(iter(api.objects)), 0)
+    await process.wait()
+    await launcher.close()
+    (role,) = [one for one in manifests(resolved) if one["kind"] == "Role"]
+    allowed = {(kind, verb) for rule in role["rules"] for kind in rule["resources"] for verb in rule["verbs"]}
+    assert {used(method, path) for method, path in api.asked} == allowed
+
+
+def used(method: str, path: str) -> tuple[str, str]:
+    """(resource, verb) of a request, as RBAC has them."""
+    parts = path.partition("/namespaces/default/")[2].split("/")
+    verb = {"POST": "create", "DELETE": "delete", "GET": "get" if len(parts) > 1 else "list"}[method]
+    return "/".join([parts[0], *parts[2:]]), verb
+
+
+# -- Ray
+
+
+async def test_a_head_of_ray_that_is_gone_is_a_reason_then_the_end_and_one_that_comes_back_is_neither(tmp_path: Path):
+    address = ("127.0.0.1", free_port())
+
+    async def answer() -> asyncio.Server:
+        return await asyncio.start_server(lambda _, writer: writer.close(), *address)
+
+    clock, head = ManualClock(), await answer()
+    launcher = RayLauncher(configured("launcher.kind=ray", "launcher.place=auto").settings, 1)
+    launcher.watch_head(f"{address[0]}:{address[1]}", clock)
+    assert await launcher.pending() == {}
+    for silent_s in (0.0, 134.0):  # 135 s are three quarters of 180
+        head.close()
+        await head.wait_closed()
+        await launcher.pending()
+        clock.advance(silent_s)
+        with pytest.raises(RayUnavailableError, match="ends after 135 s"):
+            await launcher.start(WORKER, tmp_path / "log")
+        await launcher.pending()
+        head = await answer()
+        assert await launcher.pending() == {}
+    head.close()
+    await head.wait_closed()
+    await launcher.pending()
+    clock.advance(136.0)
+    with pytest.raises(EngineLostError, match=f"its head at {address[0]}:{address[1]} took no connection for 136 s"):
+        await launcher.pending()
+
+
+async def test_an_actor_is_a_process_with_what_it_writes_and_its_exit_code(tmp_path: Path):
+    with ray_api() as api:
+        launcher = RayLauncher(configured("launcher.kind=ray").settings, 2)
+        await launcher.open(resume=False)
+        output = tmp_path / "generate-1.log"
+        process = await launcher.start(WORKER, output)
+        assert await launcher.pending() == {
+            "generate-1": "Ray: asks for 2 CPU, of which the cluster has 1000 free of 1000"
+        }
+        (actor,) = api.actors
+        assert actor.options["memory"] == 512 * 2**20
+        assert actor.given[:2] == (["worker", "generate"], {"K": "v"})
+        actor.says(b"a line of the worker\n")
+        await until(lambda: process.has_begun)
+        assert await launcher.pending() == {}
+        process.terminate()
+        assert actor.sent == [15]
+        await asyncio.sleep(0)
+        actor.says(b"", 3)
+        assert await process.wait() == 3
+        assert output.read_text() == "a line of the worker\n"
+        await launcher.close()
+
+
+async def test_ranks_of_ray_end_with_the_first_that_is_lost_and_all_are_lost_with_the_head(tmp_path: Path):
+    with ray_api() as api:
+        launcher = RayLauncher(configured("launcher.kind=ray").settings, 2)
+        await launcher.open(resume=False)
+        ranks = await launcher.start(RANKS, tmp_path / "train-0.log")
+        assert api.groups == [[{"CPU": 1.0, "GPU": 1.0}] * 2]
+        assert [actor.given[1]["RANK"] for actor in api.actors] == ["0", "1"]
+        api.actors[1].lost()
+        assert await ranks.wait() == NODE_LOST
+        assert "its node has died" in (tmp_path / "train-0.log").read_text()
+        worker = await launcher.start(WORKER, tmp_path / "log")
+        clock = ManualClock()
+        launcher.watch_head(f"127.0.0.1:{free_port()}", clock)
+        assert "has taken no connection" in (await launcher.pending())["generate-1"]
+        clock.advance(200.0)
+        with pytest.raises(EngineLostError):
+            await launcher.pending()
+        assert await worker.wait() == NODE_LOST
+        api.actors[-1].lost()
+        await launcher.close()
+
+
+async def test_a_ray_without_a_gpu_is_refused_by_a_run_that_asks_for_one():
+    with ray_api() as api:
+        api.resources = {"CPU": 4.0}
+        launcher = RayLauncher(configured("launcher.kind=ray", "generation.device=cuda").settings, 1)
+        with pytest.raises(ConfigError, match="has no GPU, and the run asks for 1"):
+            await launcher.open(resume=False)
+        await launcher.close()
+
+
+async def test_a_call_that_waits_for_ray_ends_in_time():
+    hangs = threading.Event()
+    with pytest.raises(RayUnavailableError, match="Ray did not answer for 0 s"):
+        await in_time(hangs.wait, 0.01)
+    hangs.set()
+    assert await in_time(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await in_time(lambda: 1 // 0)
 
 
 # -- what all have in common

@@ -25,7 +25,10 @@ import hashlib
 import json
 import re
 import secrets
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +64,9 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 STEPS_FILE = "steps.msgpack"
 HEADROOM_BYTES = 1024 * 1024
 """For the small files and the headers."""
+SHARED_FILE = ".seen-by-all-"
+SEEN_S, SEEN_POLL_S = 10.0, 0.2
+"""NFS shows a file that another host made within 3 s, as it is mounted by default (acregmin)."""
 
 
 class FileMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,6 +215,45 @@ class CheckpointStore:
     def damage_lines(self) -> tuple[str, ...]:
         """``damaged``, newest first, for people."""
         return tuple(f"{path}: {reason}" for path, reason in self.damaged.items())
+
+    def check_shared(self, gather: Gather = alone) -> None:
+        """See that a file of rank 0 is there for every rank; all of several call it, before there is anything to lose.
+
+        Ranks on two hosts may have directories of the same name, or stores of the same address, that are not the same.
+        Raises CheckpointError, on all ranks: one does not see the file within ``SEEN_S``, or it cannot be written.
+        """
+        own, problem = self._directory / f"{SHARED_FILE}{secrets.token_hex(8)}", ""
+        try:
+            if self._rank == 0:
+                problem = _put(own)
+            name = gather(b"" if problem else own.name.encode())[0].decode()
+            if name and not self._sees(self._directory / name):
+                problem = f"on {socket.gethostname()} it is not the directory of rank 0"
+            problems = {rank: raw.decode() for rank, raw in enumerate(gather(problem.encode())) if raw}
+        finally:
+            if self._rank == 0:
+                with suppress(OSError):
+                    own.unlink(missing_ok=True) if isinstance(own, Path) else own.remove()
+        if problems:
+            raise CheckpointError(
+                self._directory,
+                0,
+                f"{_of_ranks(problems)}: all ranks need the same one; put trainer.checkpoint_dir on a file system that "
+                "their hosts share, or into object storage (docs/parallel.md)",
+            )
+
+    def _sees(self, file: Place) -> bool:
+        """Also on a file system that shows new files late."""
+        deadline_s = time.monotonic() + SEEN_S
+        while True:
+            try:
+                if file.is_file():
+                    return True
+            except OSError as error:
+                log.warning("no look at the checkpoints", place=str(file), error=str(error))
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(SEEN_POLL_S)
 
     # -- saving
 
@@ -414,6 +459,18 @@ def newest_model(
         advice = f"there are those of {', '.join(map(str, others))} (trainer.keep_checkpoints says how many stay)"
     damaged = [f"{path.name}: {reason}" for path, reason in tried.items()]
     raise RunFilesError("; ".join([f"{directory} {problem}", *damaged, advice]))
+
+
+def _put(file: Place) -> str:
+    """Why it cannot be written; "" if it is."""
+    try:
+        if isinstance(file, Path):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with creating(file) as writer:
+            writer.write(b"whether all ranks see this")
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _of_ranks(problems: Mapping[int, str]) -> str:

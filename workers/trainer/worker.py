@@ -223,6 +223,8 @@ class TrainerWorker:
     async def _start(self) -> None:
         """Load weights, take over the role, publish what we hold, say from where we read on."""
         await self._learner.join(self._broker, self._in_thread)
+        if self._settings.trainer.num_ranks > 1:
+            await self._in_thread(lambda: self._store.check_shared(self._learner.gather))
         checkpoint = await self._in_thread(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
         if self._rank == 0:

@@ -90,7 +90,11 @@ class Launcher(Protocol):
         ...
 
     async def pending(self) -> Mapping[str, str]:
-        """Names of processes that were started and have not begun, and why, in the engine's own words."""
+        """Names of processes that were started and have not begun, or are not heard of, and why, in the engine's own
+        words.
+
+        Raises: EngineLostError: it is away for good.
+        """
         ...
 
     async def close(self) -> None: ...

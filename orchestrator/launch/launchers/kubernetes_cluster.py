@@ -3,8 +3,9 @@
     start ──► create Pod, or Indexed Job ──► every LOOK_S: list pods of the run ──► exit code, or why it is pending
     terminate, kill ──► delete, with the grace of a signal or without
 
-A pod that vanished, with its node or by an eviction, is a process that was killed. Each start is a pod of its own name,
-so a request that is answered twice, or late, starts one pod: the second creation is told that the name is taken.
+A pod that vanished, with its node or by an eviction, is a process that was killed. Each start is a pod of its own name.
+Where a creation is not answered the next start asks for the same name, so that of two one is made; the second is told
+that the name is taken. Workers are owned by the run's Job: who deletes it deletes them.
 Logs: the log of a worker in the run's directory has what its pod wrote, once it has ended, and where to look before.
 
 Source: ours; the official client, whose calls block and so run in threads.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,7 +27,7 @@ import structlog
 
 from orchestrator.errors import ConfigError
 from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec
-from orchestrator.launch.launchers.kubernetes_manifests import RUN_LABEL, object_name, worker_manifest
+from orchestrator.launch.launchers.kubernetes_manifests import OWNER, RUN_LABEL, object_name, worker_manifest
 from transport.contracts.settings import Settings
 from transport.errors import TransientError
 
@@ -41,14 +43,21 @@ T = TypeVar("T")
 
 
 class KubernetesUnavailableError(TransientError):
-    """The API server did not answer, or refused: a quota, an admission rule."""
+    """The API server did not answer, or refused: a quota, an admission rule. status: of HTTP, 0 for no answer."""
+
+    def __init__(self, problem: str, status: int = 0) -> None:
+        super().__init__(problem)
+        self.status = status
 
 
 class KubernetesLauncher:
     is_local = False
 
-    def __init__(self, settings: Settings, host: str = "") -> None:
-        """host: URL of an API server that asks for no token; "" is the cluster that this process runs in."""
+    def __init__(self, settings: Settings, host: str = "", environ: Mapping[str, str] = os.environ) -> None:
+        """host: URL of an API server that asks for no token; "" is the cluster that this process runs in.
+
+        environ: of this process, which names the Job that it runs in.
+        """
         if importlib.util.find_spec("kubernetes") is None:
             hint = "install it with: pip install 'streamrl[kubernetes]'"
             raise ConfigError(f"launcher.kind: the client of Kubernetes is not installed; {hint}", key="launcher.kind")
@@ -58,8 +67,12 @@ class KubernetesLauncher:
         self._selector = f"{RUN_LABEL}={settings.run.name}"
         self._life = secrets.token_hex(2)
         self._starts = itertools.count(1)
+        self._owner = environ.get(OWNER, "")
+        self._unanswered: dict[str, int] = {}
+        """Number of a start by its process's name, of which nobody knows whether it was made."""
         self._started: dict[str, PodProcess] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
         self._core: Any = None
         self._batch: Any = None
 
@@ -82,21 +95,26 @@ class KubernetesLauncher:
         api = client.ApiClient(configuration)
         self._core, self._batch = client.CoreV1Api(api), client.BatchV1Api(api)
         try:
-            for pod in await self._pods(f"{self._selector},{ROLE_OF_WORKER}"):  # of a start before this one
+            left = f"{self._selector},{ROLE_OF_WORKER}"  # by a supervisor before this one
+            for job in await self._jobs(left):
+                await self._delete(job.metadata.name, is_job=True, grace_s=0)
+            for pod in await self._pods(left):
                 await self._delete(pod.metadata.name, is_job=False, grace_s=0)
         except KubernetesUnavailableError as error:
             raise ConfigError(f"launcher.place: namespace {self._namespace}: {error}", key="launcher.place") from error
         self._looking = asyncio.create_task(self._look_forever(), name="pods")
 
     async def start(self, spec: ProcessSpec, output: Path) -> PodProcess:
-        number = next(self._starts)
-        manifest = worker_manifest(self._settings, spec, f"{self._life}{number}")
+        number = self._unanswered.pop(spec.name, None) or next(self._starts)
+        manifest = worker_manifest(self._settings, spec, f"{self._life}{number}", self._owner)
         name, is_job = manifest["metadata"]["name"], spec.ranks > 1
         create = self._batch.create_namespaced_job if is_job else self._core.create_namespaced_pod
         try:
             await self._call(lambda: create(self._namespace, manifest, _request_timeout=ANSWER_S))
         except KubernetesUnavailableError as error:
-            if error.__cause__ is None or getattr(error.__cause__, "status", 0) != TAKEN:
+            if not error.status:
+                self._unanswered[spec.name] = number
+            if error.status != TAKEN:
                 raise
         where = f"kubectl logs -n {self._namespace} {'job/' if is_job else ''}{name}"
         with output.open("a", encoding="utf-8") as file:
@@ -111,7 +129,7 @@ class KubernetesLauncher:
     async def close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+            await asyncio.gather(self._looking, *self._deleting, return_exceptions=True)
 
     async def _look_forever(self) -> None:
         while True:
@@ -157,17 +175,25 @@ class KubernetesLauncher:
         found = await self._call(lambda: listed(self._namespace, label_selector=selector, _request_timeout=ANSWER_S))
         return list(found.items)
 
+    async def _jobs(self, selector: str) -> list[Any]:
+        listed = self._batch.list_namespaced_job
+        found = await self._call(lambda: listed(self._namespace, label_selector=selector, _request_timeout=ANSWER_S))
+        return list(found.items)
+
     async def _delete(self, name: str, *, is_job: bool, grace_s: int) -> None:
         delete = self._batch.delete_namespaced_job if is_job else self._core.delete_namespaced_pod
         more = {"propagation_policy": "Background"} if is_job else {"grace_period_seconds": grace_s}
         try:
             await self._call(lambda: delete(name, self._namespace, _request_timeout=ANSWER_S, **more))
         except KubernetesUnavailableError as error:
-            if getattr(error.__cause__, "status", 0) != GONE:
+            if error.status != GONE:
                 log.warning("a pod was not deleted", name=name, error=str(error))
 
     def delete_soon(self, process: PodProcess, grace_s: int) -> None:
-        process.deleting = asyncio.create_task(self._delete(process.name, is_job=process.is_job, grace_s=grace_s))
+        process.is_to_end = True
+        deleting = asyncio.create_task(self._delete(process.name, is_job=process.is_job, grace_s=grace_s))
+        self._deleting.add(deleting)
+        deleting.add_done_callback(self._deleting.discard)
 
     async def _call(self, ask: Callable[[], T]) -> T:
         from kubernetes.client import ApiException
@@ -177,7 +203,8 @@ class KubernetesLauncher:
             return await asyncio.to_thread(ask)
         except ApiException as error:
             body = str(error.body or error.reason)
-            raise KubernetesUnavailableError(f"the API server answers {error.status}: {body[:500]}") from error
+            status = int(error.status or 0)
+            raise KubernetesUnavailableError(f"the API server answers {status}: {body[:500]}", status) from error
         except HTTPError as error:
             raise KubernetesUnavailableError(f"the API server does not answer: {error}") from error
 
@@ -195,9 +222,9 @@ class PodProcess:
         self.is_job = is_job
         self.returncode: int | None = None
         self.waits = "Kubernetes: no pod yet"
-        self.deleting: asyncio.Task[None] | None = None
+        self.is_to_end = False
         self._ranks = ranks
-        self._seen = is_job  # a job makes its pods later
+        self._seen = False
         self._ended = asyncio.Event()
 
     async def wait(self) -> int:
@@ -207,8 +234,8 @@ class PodProcess:
 
     def see(self, pods: list[Any]) -> int | None:
         """What a look shows. Returns its exit code once it has ended: of several ranks the first that failed."""
-        if not pods:
-            return NODE_LOST if self._seen and not self.waits else None
+        if not pods:  # a job makes its pods later
+            return NODE_LOST if self._seen or not self.is_job or self.is_to_end else None
         self._seen = True
         self.waits = next((reason for reason in map(_why_pending, pods) if reason), "")
         codes = [code for code in map(_exit_code, pods) if code is not None]

@@ -12,6 +12,7 @@ Pure: dictionaries in, dictionaries out. No object holds a secret: all name the 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,11 @@ from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 RUNS, CONFIG, SECRETS = "/runs", "/etc/streamrl", "/run/secrets/streamrl"
 USER = 10001
 """Of the image (compose/Dockerfile)."""
-BROKER_PORT = 6379
+BROKER_PORT, API_PORT = 6379, 8000
+OWNER = "STREAMRL_OWNER_UID"
+"""Variable of the run's pod: its Job, which owns the workers, so that they go when it is deleted."""
+PRIORITY = "priorityClassName"
+"""The one of launcher.options that is no label."""
 SECRET_KEYS = {BROKER_PASSWORD: "broker-password", SHARED_SECRET: "secret"}
 RUN_LABEL, ROLE_LABEL = "streamrl/run", "streamrl/role"
 
@@ -50,6 +55,7 @@ def manifests(resolved: Resolved) -> list[Manifest]:
             "launcher.image: Kubernetes needs the image of all processes, by tag or digest (compose/Dockerfile)",
             key="launcher.image",
         )
+    _check_options(settings)
     return [
         _object(settings, "v1", "ConfigMap", "", data={"run.toml": render(resolved)}),
         _object(
@@ -70,23 +76,47 @@ def manifests_text(resolved: Resolved, specs: Sequence[ProcessSpec]) -> str:
     """YAML for ``kubectl apply -f -``; what the run then starts itself stands in comments."""
     import yaml
 
+    return _first_steps(resolved.settings, specs) + yaml.safe_dump_all(manifests(resolved), sort_keys=False)
+
+
+def kustomize_base(resolved: Resolved, specs: Sequence[ProcessSpec]) -> dict[str, str]:
+    """The same as files of a Kustomize base, by name."""
+    import yaml
+
+    made = {f"{one['kind'].lower()}-{one['metadata']['name']}.yaml": one for one in manifests(resolved)}
+    base = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(made)}
+    advice = "# The image and what workers ask for stand in the ConfigMap, too: render anew to change them.\n"
+    files = {name: yaml.safe_dump(one, sort_keys=False) for name, one in made.items()}
+    first = _first_steps(resolved.settings, specs)
+    return {"kustomization.yaml": first + advice + yaml.safe_dump(base, sort_keys=False), **files}
+
+
+def _first_steps(settings: Settings, specs: Sequence[ProcessSpec]) -> str:
+    """Comments."""
     started = "".join(f"#   {spec.name}: {spec.ranks} x {_requests(spec.resources)}\n" for spec in specs)
-    name = object_name(resolved.settings.run.name)
+    name = object_name(settings.run.name)
     first = f"# First: kubectl create secret generic {name} --from-file=broker-password --from-file=secret\n"
-    return first + f"# The run starts by itself:\n{started}" + yaml.safe_dump_all(manifests(resolved), sort_keys=False)
+    return first + f"# The run starts by itself:\n{started}"
 
 
-def worker_manifest(settings: Settings, spec: ProcessSpec, start: str) -> Manifest:
-    """Of one start of a worker: a Pod; an Indexed Job for several ranks. start: tells it from earlier ones."""
+def worker_manifest(settings: Settings, spec: ProcessSpec, start: str, owner: str = "") -> Manifest:
+    """Of one start of a worker: a Pod; an Indexed Job for several ranks.
+
+    start: tells it from earlier ones.  owner: uid of the run's Job.
+    """
     name = object_name(settings.run.name, f"{spec.name}-{start}")
     labels = _labels(settings, spec.name)
     template = _pod(settings, spec, {"STREAMRL_RANKS": start} if spec.ranks > 1 else {})
+    metadata: Manifest = {"name": name, "labels": labels}
+    if owner:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "name": object_name(settings.run.name), "uid": owner}
+        metadata["ownerReferences"] = [job]
     if spec.ranks == 1:
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": template}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "labels": labels},
+        "metadata": metadata,
         "spec": {
             "completions": spec.ranks,
             "parallelism": spec.ranks,
@@ -116,7 +146,13 @@ def _pod_spec(
         "restartPolicy": restart,
         "terminationGracePeriodSeconds": 30,  # as of a preemption's notice: a worker hands its work back at once
         "automountServiceAccountToken": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER},
+        **({PRIORITY: priority} if (priority := _options(settings).get(PRIORITY)) else {}),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [
             {
                 "name": "streamrl",
@@ -152,12 +188,22 @@ def _run_job(settings: Settings) -> Manifest:
     run = settings.run.name
     again = f"[ -f {RUNS}/{run}/config.toml ] && set -- --resume || set -- --config {CONFIG}/run.toml"
     here = f"--name {run} --dir {RUNS} --launcher kubernetes --plain"
-    argv = ["bash", "-c", f'{again}; exec streamrl-orchestrator run "$@" {here} --set broker.url={_broker_url(run)}']
-    pod = _pod_spec(settings, argv, [], Resources(cpus=1), restart="Never")
+    places = f"--set broker.url={_broker_url(run)} --set api.port={API_PORT}"
+    argv = ["bash", "-c", f'{again}; exec streamrl-orchestrator run "$@" {here} {places}']
+    owner = {
+        "name": OWNER,
+        "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
+    }
+    pod = _pod_spec(settings, argv, [owner], Resources(cpus=1), restart="Never")
     pod |= {"serviceAccountName": object_name(run), "automountServiceAccountToken": True}
     pod["volumes"].append({"name": "config", "configMap": {"name": object_name(run)}})
     container = pod["containers"][0]
     container["volumeMounts"].append({"name": "config", "mountPath": CONFIG, "readOnly": True})
+    if settings.api.enabled:
+        probe = {"exec": {"command": ["health.sh", "orchestrator"]}, "periodSeconds": 10, "timeoutSeconds": 5}
+        container["readinessProbe"] = probe
+        container["startupProbe"] = probe | {"failureThreshold": 360}  # an hour, to load a model
+        container["livenessProbe"] = probe | {"failureThreshold": 60}  # the supervisor starts an orchestrator again
     job = {
         "backoffLimit": 100,  # a node that dies, a preemption: it goes on with --resume
         "podFailurePolicy": {
@@ -224,9 +270,9 @@ def _rights(settings: Settings) -> list[Manifest]:
     """What the supervisor may do, in its namespace alone: workers' pods and jobs, and their logs."""
     name = object_name(settings.run.name)
     rules = [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "list", "delete"]},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "list", "delete"]},
         {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
-        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create", "get", "list", "delete"]},
+        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create", "list", "delete"]},
     ]
     group = "rbac.authorization.k8s.io"
     return [
@@ -256,9 +302,27 @@ def _network(settings: Settings) -> Manifest:
 
 
 def _labels(settings: Settings, role: str) -> dict[str, str]:
-    """launcher.options are labels, too: "kueue.x-k8s.io/queue-name=team"."""
-    more = dict(option.split("=", 1) for option in settings.launcher.options if "=" in option)
-    return {RUN_LABEL: settings.run.name, ROLE_LABEL: role, **more}
+    more = {key: value for key, value in _options(settings).items() if key != PRIORITY}
+    return {**more, RUN_LABEL: settings.run.name, ROLE_LABEL: role}
+
+
+def _options(settings: Settings) -> dict[str, str]:
+    """launcher.options: labels, as "kueue.x-k8s.io/queue-name=team", and PRIORITY."""
+    return dict(option.split("=", 1) for option in settings.launcher.options if "=" in option)
+
+
+_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+LABEL = re.compile(rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_NAME}=({_NAME})?")
+"""As the API has labels: an optional DNS name, a name, a value."""
+
+
+def _check_options(settings: Settings) -> None:
+    for option in settings.launcher.options:
+        if not LABEL.fullmatch(option):
+            raise ConfigError(
+                f'launcher.options: of Kubernetes these are labels, "key=value", and {PRIORITY}=NAME, not {option!r}',
+                key="launcher.options",
+            )
 
 
 def _object(settings: Settings, version: str, kind: str, part: str, **content: Any) -> Manifest:

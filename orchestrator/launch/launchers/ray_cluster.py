@@ -7,12 +7,17 @@ Without ``launcher.place`` Ray is started in this process, for this machine alon
 Ray: a node that dies is a worker that died, and ``processes.Children`` starts it again, elsewhere. An actor that was
 created and has no node yet is pending; Ray says no reason, so what is asked for and what is free is said.
 
+While the head of a cluster that was joined takes no connection, workers go on, and all of them are pending with that
+reason. Ray would end this whole program after RECONNECT, in the middle of whatever it does; so the run ends by itself
+before: EngineLostError. Calls of Ray that may wait for the head are made in threads, with a deadline.
+
 Source: ours. Ray carries our actor's class by reference: a node without this package cannot create it, and says so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.util
 import itertools
 import logging
@@ -20,31 +25,96 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, EngineLostError
 from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources, resources_of
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 from transport.errors import TransientError
+from transport.process.clock import Clock, MonotonicClock
 from transport.process.programs import ending_with_this_process
 
 log = structlog.get_logger(__name__)
 
 CONNECT_S = 180.0
 """For a cluster to answer; Ray starts eight processes, which take minutes on a machine that is very busy."""
-PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "180", "RAY_raylet_start_wait_time_s": "180"}
+RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+PATIENCE = {RECONNECT: "180", "RAY_raylet_start_wait_time_s": "180"}
 """Of Ray's own settings, unless its user chose: after 60 s without its head Ray ends the whole program."""
+HEAD_SHARE = 0.75
+"""Of that time, after which a run without its head ends by itself: what is left is for its end."""
+ANSWER_S = 20.0
+"""For one question to a cluster, which a busy head answers in a second."""
+KNOCK_S = 5.0
+"""For the head to take a connection."""
 READ_S = 2.0
 MAX_READ_BYTES = 65_536
 
 
 class RayUnavailableError(TransientError):
     """The cluster does not take an actor, or has lost one while it was created."""
+
+
+T = TypeVar("T")
+
+
+async def in_time(call: Callable[[], T], limit_s: float = ANSWER_S) -> T:
+    """The result of a call of Ray that may wait for its head. Raises RayUnavailableError after ``limit_s``.
+
+    In a daemon thread: one that hangs keeps neither the loop nor the end of the program.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def tell(act: Callable[[Any], None], what: object) -> None:
+        if not answer.done():
+            act(what)
+
+    def work() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            act, what = answer.set_exception, error
+        else:
+            act, what = answer.set_result, result
+        with suppress(RuntimeError):  # nobody waits any more: the loop is closed
+            loop.call_soon_threadsafe(tell, act, what)
+
+    threading.Thread(target=work, name="ray", daemon=True).start()
+    try:
+        async with asyncio.timeout(limit_s):
+            return await answer
+    except TimeoutError as error:
+        raise RayUnavailableError(f"Ray did not answer for {limit_s:.0f} s") from error
+
+
+class HeadWatch:
+    """How long the head of a cluster has taken no connection. address: of its GCS, "host:port"."""
+
+    def __init__(self, address: str, clock: Clock) -> None:
+        self.address = address
+        self._clock = clock
+        self._silent_since_s: float | None = None
+
+    async def silent_s(self) -> float | None:
+        """Knock once. Returns None where it answers."""
+        now_s, (host, _, port) = self._clock.now_s(), self.address.rpartition(":")
+        try:
+            async with asyncio.timeout(KNOCK_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError:
+            self._silent_since_s = now_s if self._silent_since_s is None else self._silent_since_s
+            return now_s - self._silent_since_s
+        writer.close()
+        self._silent_since_s = None
+        return None
 
 
 class Host:
@@ -104,6 +174,9 @@ class RayLauncher:
         self._most = num_begun + settings.generation.max_workers
         self._starts = itertools.count(1)
         self._started: dict[str, RayProcess] = {}
+        self._head: HeadWatch | None = None
+        self._head_limit_s = 0.0
+        self._head_lost = asyncio.Event()
 
     async def open(self, *, resume: bool) -> None:
         for variable, value in PATIENCE.items():  # Ray reads them when it is imported
@@ -116,7 +189,7 @@ class RayLauncher:
         if not address:  # on one machine processes share its cores, as under the local launcher
             num_cpus = max(os.cpu_count() or 1, self._most * self._settings.launcher.cpus)
             own = {"num_cpus": num_cpus, "include_dashboard": False}
-        connecting = asyncio.to_thread(  # in a thread: in the first one Ray takes SIGTERM, which is ours
+        connect = partial(  # in a thread: in the first one Ray takes SIGTERM, which is ours
             ray.init,
             address=address or "local",
             namespace=f"streamrl-{self._settings.run.name}",
@@ -125,13 +198,19 @@ class RayLauncher:
             **own,
         )
         try:
-            async with asyncio.timeout(CONNECT_S):
-                await connecting
-        except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+            await in_time(connect, CONNECT_S)
+            total = await in_time(ray.cluster_resources)
+        except (ConnectionError, ValueError, RuntimeError, RayUnavailableError) as error:
             where = f"no cluster of Ray answers at {address}" if address else "Ray does not start here"
-            why = str(error) or f"nothing was heard for {CONNECT_S:.0f} s"
-            raise ConfigError(f"launcher.place: {where}: {why}", key="launcher.place") from error
-        self._check_total(ray.cluster_resources())
+            raise ConfigError(f"launcher.place: {where}: {error}", key="launcher.place") from error
+        if address:
+            self.watch_head(ray.get_runtime_context().gcs_address, MonotonicClock())
+        self._check_total(total)
+
+    def watch_head(self, address: str, clock: Clock) -> None:
+        """From now on ``pending`` and ``start`` see first whether the head of the cluster is there."""
+        self._head = HeadWatch(address, clock)
+        self._head_limit_s = HEAD_SHARE * float(os.environ.get(RECONNECT, PATIENCE[RECONNECT]))
 
     def _check_total(self, total: Mapping[str, float]) -> None:
         """Raises ConfigError: the cluster has no node with a GPU at all, and one is asked for by name."""
@@ -145,6 +224,15 @@ class RayLauncher:
             )
 
     async def start(self, spec: ProcessSpec, output: Path) -> RayProcess:
+        if self._head is not None and (silent_s := await self._head.silent_s()) is not None:
+            raise RayUnavailableError(self._without_head(silent_s))
+        actors, group = await in_time(partial(self._make, spec))
+        process = RayProcess(actors, output, next(self._starts), spec.resources, group, self._head_lost)
+        self._started[spec.name] = process
+        return process
+
+    def _make(self, spec: ProcessSpec) -> tuple[Sequence[Any], Any]:
+        """Actors, and the placement group of several."""
         import ray
 
         ask = spec.resources
@@ -163,24 +251,43 @@ class RayLauncher:
 
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
             actors.append(make.options(**options).remote(list(spec.argv), env, os.getcwd()))
-        process = RayProcess(actors, output, next(self._starts), spec.resources, group)
-        self._started[spec.name] = process
-        return process
+        return actors, group
 
     async def pending(self) -> Mapping[str, str]:
-        import ray
-
-        waiting = {name: one for name, one in self._started.items() if one.returncode is None and not one.has_begun}
+        living = {name: one for name, one in self._started.items() if one.returncode is None}
+        if self._head is not None and (silent_s := await self._head.silent_s()) is not None:
+            if silent_s > self._head_limit_s:
+                self._head_lost.set()
+                raise EngineLostError(f"Ray: its head at {self._head.address} took no connection for {silent_s:.0f} s")
+            return dict.fromkeys(living, self._without_head(silent_s))
+        waiting = {name: one for name, one in living.items() if not one.has_begun}
         if not waiting:
             return {}
-        total, free = ray.cluster_resources(), ray.available_resources()
+        import ray
+
+        try:
+            total, free = await in_time(lambda: (ray.cluster_resources(), ray.available_resources()))
+        except RayUnavailableError as error:
+            return {name: f"Ray: {error}" for name in waiting}
         return {name: f"Ray: {_missing(one.asks, len(one.actors), total, free)}" for name, one in waiting.items()}
+
+    def _without_head(self, silent_s: float) -> str:
+        assert self._head is not None
+        return (
+            f"Ray: its head at {self._head.address} has taken no connection for {silent_s:.0f} s; without it the run "
+            f"ends after {self._head_limit_s:.0f} s"
+        )
 
     async def close(self) -> None:
         import ray
 
-        if ray.is_initialized():
-            await asyncio.to_thread(ray.shutdown)
+        if not ray.is_initialized():
+            return
+        try:
+            await in_time(ray.shutdown)
+        except RayUnavailableError as error:
+            atexit.unregister(ray.shutdown)  # it would wait again
+            log.warning("Ray was not left", error=str(error))
 
 
 def _missing(ask: Resources, count: int, total: Mapping[str, float], free: Mapping[str, float]) -> str:
@@ -197,7 +304,16 @@ def _missing(ask: Resources, count: int, total: Mapping[str, float], free: Mappi
 class RayProcess:
     """One worker, or all ranks of the trainer, which end together: the first that fails ends the others."""
 
-    def __init__(self, actors: Sequence[Any], output: Path, number: int, asks: Resources, group: Any) -> None:
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        output: Path,
+        number: int,
+        asks: Resources,
+        group: Any,
+        lost: asyncio.Event,
+    ) -> None:
+        """lost: set once nothing will be heard of any process."""
         self.actors = actors
         self.asks = asks
         self.pid = number
@@ -205,28 +321,30 @@ class RayProcess:
         self.has_begun = False
         self._group = group
         self._output = output
+        self._lost = lost
         self._ended = asyncio.create_task(self._follow(), name=f"follow {output.stem}")
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
 
     async def _follow(self) -> int:
-        import ray
-
         following = {asyncio.create_task(self._follow_one(actor)) for actor in self.actors}
+        lost = asyncio.create_task(self._lost.wait())
         code, left = 0, set(following)
         try:
-            while left and code == 0:
-                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                code = next((task.result() for task in done if task.result()), 0)
+            while left and code == 0 and not lost.done():
+                done, _ = await asyncio.wait({*left, lost}, return_when=asyncio.FIRST_COMPLETED)
+                left -= done
+                code = next((task.result() for task in done & following if task.result()), 0)
+            if left and lost.done():
+                code = code or NODE_LOST
         finally:
-            for task in left:
+            for task in (*left, lost):
                 task.cancel()
-            for actor in self.actors:
-                ray.kill(actor, no_restart=True)
-            if self._group is not None:
-                ray.util.remove_placement_group(self._group)
             self.returncode = code
+            if not self._lost.is_set():
+                with suppress(RayUnavailableError):
+                    await in_time(self._end_actors)
         return code
 
     async def _follow_one(self, actor: Any) -> int:
@@ -255,7 +373,15 @@ class RayProcess:
             actor.send.remote(int(signal.SIGTERM))
 
     def kill(self) -> None:
-        import ray
+        threading.Thread(target=self._end_actors, name="ray", daemon=True).start()
 
-        for actor in self.actors:  # its child ends with it
-            ray.kill(actor, no_restart=True)
+    def _end_actors(self) -> None:
+        """The child of each ends with it."""
+        import ray
+        from ray.exceptions import RayError
+
+        with suppress(RayError):  # the program has left Ray
+            for actor in self.actors:
+                ray.kill(actor, no_restart=True)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)

@@ -35,8 +35,10 @@ log = structlog.get_logger(__name__)
 
 ANSWER_S = 20.0
 """For one question to slurmctld: a busy one retries by itself for about 10 s."""
-NOTICE_S = 120
-"""Before its time limit a batch script is told, so that the run stops as by a signal, with everything kept."""
+NOTICE_S = 180
+"""Before its time limit a batch script is told (Slurm may do so a minute earlier)."""
+SAVE_S = 90
+"""After the notice the run goes on for so long, in which a checkpoint follows the batch in training; then it stops."""
 NODE_FAILED = b"srun: error: Node failure"
 ALLOCATION = "SLURM_JOB_ID"
 
@@ -248,9 +250,19 @@ def batch_script(settings: Settings, specs: Sequence[ProcessSpec], arguments: Se
     """For ``sbatch``: one heterogeneous job, whose first component has broker, orchestrator and all workers but the
     trainer's ranks, which are the second; it is queued again, and goes on, after its time limit or a preemption.
 
+    USR1, near the time limit or as a preemption's grace begins: a checkpoint is asked for, later TERM follows. TERM, of
+    a preemption in which Slurm kills 30 s later: the run stops at once, and keeps what it has.
+
     arguments: of ``run``, as they were typed, without --dry-run and --resume.  program: streamrl-orchestrator, quoted.
+    Raises: ConfigError: the time limit is so short that it would be told of its end as it begins.
     """
     launcher, name = settings.launcher, settings.run.name
+    if 0 < launcher.time_limit_s < 2 * NOTICE_S:
+        raise ConfigError(
+            f"launcher.time_limit_s: {launcher.time_limit_s} s leave no time to train: the script is told of its end "
+            f"{NOTICE_S} to {NOTICE_S + 60} s before it, to save and be queued again; give it {2 * NOTICE_S} or more",
+            key="launcher.time_limit_s",
+        )
     others = [spec for spec in specs if spec.kind is not WorkerKind.TRAIN]
     ranks = [spec for spec in specs if spec.kind is WorkerKind.TRAIN]
 
@@ -269,19 +281,22 @@ def batch_script(settings: Settings, specs: Sequence[ProcessSpec], arguments: Se
     if ranks:
         lines += ["#SBATCH hetjob", *(f"#SBATCH {shlex.quote(word)}" for word in component(ranks, 0))]
     own = "" if settings.broker.url or launcher.address else ' --set launcher.address="$(hostname)"'
-    where = shlex.join(["--name", name, "--dir", settings.run.dir])
+    where, run_dir = shlex.join(["--name", name, "--dir", settings.run.dir]), f"{settings.run.dir}/{name}"
     lines += [
         "set -u",
-        "again=",
-        f"if [ -f {shlex.quote(f'{settings.run.dir}/{name}/config.toml')} ]; then",
+        "again= run=",
+        'stop() { again=1; kill -TERM "${run:=$!}"; }',
+        f'save() {{ again=1; : "${{run:=$!}}"; timeout {SAVE_S} {program} checkpoint {shlex.quote(run_dir)} &',
+        f'  sleep {SAVE_S} & wait -n $! "$run"; kill -TERM "$run"; }}',
+        "trap save USR1  # the time limit is near, or the grace of a preemption begins",
+        "trap stop TERM  # of a preemption: Slurm kills 30 s later",
+        f"if [ -f {shlex.quote(f'{run_dir}/config.toml')} ]; then",
         f"  {program} run --resume {where} --launcher slurm --plain{own} &",
         "else",
         f"  {program} run {shlex.join([*arguments, '--name', name, '--plain'])}{own} &",
         "fi",
-        "run=$!",
-        "trap 'again=1; kill -TERM $run' USR1 TERM  # the time limit is near, or a preemption",
-        "wait $run; code=$?",
-        'if [ -n "$again" ]; then wait $run; code=$?; fi',
+        "run=${run:-$!}",
+        'while wait "$run"; code=$?; kill -0 "$run" 2>/dev/null; do :; done  # a signal interrupts wait',
         'if [ -n "$again" ] && [ $code -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
         "exit $code",
     ]

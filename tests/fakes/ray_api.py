@@ -1,0 +1,121 @@
+"""The part of Ray that the launcher calls, in this process: actors that hold no process and do what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class RayError(Exception):
+    pass
+
+
+class RayActorError(RayError):
+    pass
+
+
+class FakeActor:
+    """options, given: of its creation.  sent: signals."""
+
+    def __init__(self, options: dict[str, Any], given: tuple[Any, ...]) -> None:
+        self.options = options
+        self.given = given
+        self.sent: list[int] = []
+        self.next_output = SimpleNamespace(remote=lambda: self._said)
+        self.send = SimpleNamespace(remote=self.sent.append)
+        self._said: asyncio.Future[tuple[bytes, int | None]] = self._loop().create_future()
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return RayApi.loop
+
+    def says(self, text: bytes, code: int | None = None) -> None:
+        """What its process writes; its exit code where it has ended."""
+        said, self._said = self._said, self._loop().create_future()
+        said.set_result((text, code))
+
+    def lost(self) -> None:
+        """With its node."""
+        if not self._said.done():
+            self._said.set_exception(RayActorError("The actor died because its node has died."))
+            self._said.exception()  # nobody need ask
+
+
+class RayApi(ModuleType):
+    """A cluster with ``resources``, all of them free. actors: every one that was created, in order."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.__spec__ = ModuleSpec("ray", None)
+        self.resources = {"CPU": 1000.0, "GPU": 8.0}
+        self.actors: list[FakeActor] = []
+        self.groups: list[list[dict[str, float]]] = []
+        self.initialized: dict[str, Any] | None = None
+        self.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
+        self.util = SimpleNamespace(placement_group=self._group, remove_placement_group=lambda group: None)
+        self._numbers = itertools.count()
+
+    def init(self, **given: Any) -> None:
+        self.initialized = given
+
+    def is_initialized(self) -> bool:
+        return self.initialized is not None
+
+    def shutdown(self, _exiting_interpreter: bool = False) -> None:
+        self.initialized = None
+
+    def cluster_resources(self) -> dict[str, float]:
+        return dict(self.resources)
+
+    available_resources = cluster_resources
+
+    def remote(self, made: type) -> Any:
+        def options(**asked: Any) -> Any:
+            return SimpleNamespace(remote=lambda *given: self._create(asked, given))
+
+        return SimpleNamespace(options=options)
+
+    def _create(self, asked: dict[str, Any], given: tuple[Any, ...]) -> FakeActor:
+        actor = FakeActor(asked, given)
+        self.actors.append(actor)
+        return actor
+
+    def kill(self, actor: FakeActor, *, no_restart: bool) -> None:
+        with suppress(RuntimeError):  # from a thread, as late as it likes: the loop may be closed
+            self.loop.call_soon_threadsafe(actor.lost)
+
+    def _group(self, bundles: list[dict[str, float]], strategy: str) -> int:
+        self.groups.append(bundles)
+        return next(self._numbers)
+
+
+@contextmanager
+def ray_api() -> Iterator[RayApi]:
+    """In the place of Ray. From a running loop."""
+    api = RayApi()
+    RayApi.loop = asyncio.get_running_loop()
+    scheduling = ModuleType("ray.util.scheduling_strategies")
+    scheduling.PlacementGroupSchedulingStrategy = lambda group, index: (group, index)  # pyright: ignore[reportAttributeAccessIssue]
+    modules = {
+        "ray": api,
+        "ray.exceptions": api.exceptions,
+        "ray.util": api.util,
+        "ray.util.scheduling_strategies": scheduling,
+    }
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    try:
+        yield api
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
