@@ -5,7 +5,7 @@ A 72B on 128 H800 as 16 instances of TP8, synchronous GRPO, 600 groups of 16 sam
 aids (Seer measures against veRL): Seer prints 2.04 for itself, and 1.43 for StreamRL with known lengths. The law of
 lengths and the acceptance of drafts are in ``papers/settings.py`` and ``sim/costs.py``, committed before this bench.
 
-    python -m benchmarks.seer [--seeds 11 12 13] [--quick]      --quick: a quarter of the groups on a quarter of the GPUs
+    python -m benchmarks.seer [--seeds 11 12 13] [--quick]    --quick: a quarter of the groups on a quarter of the GPUs
 """
 
 from __future__ import annotations
