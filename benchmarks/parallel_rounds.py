@@ -93,7 +93,7 @@ def rounds_of(groups: Sequence[PromptGroup], round_tokens: int) -> Iterator[list
 
     for index in range(len(groups)):
         queue.append(index)
-        tokens = [tokens_of(groups[waiting]) for waiting in queue]
+        tokens = sum(tokens_of(groups[waiting]) for waiting in queue)
         if round_tokens >= 0 and len(queue) >= RANKS and fills_round(tokens, RANKS, round_tokens):
             yield send()
     while queue:

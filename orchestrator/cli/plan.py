@@ -27,7 +27,7 @@ from orchestrator.sim.costs import GPUS, OUR_TRAINER, Algorithm, DoesNotFitError
 from orchestrator.sim.lengths import read_lengths
 from orchestrator.sim.llms import HUB, LLMS
 from orchestrator.sim.scenarios import PIPELINES
-from transport.contracts.llms import Llm, UnknownModelError, from_config
+from transport.contracts.llms import BYTES, Llm, UnknownModelError, from_config
 from transport.errors import InputFileError
 from transport.process.files import read_json
 
@@ -48,6 +48,10 @@ TokenCost = Annotated[str, typer.Option(help=f"{', '.join(get_args(Algorithm))}:
 Recall = Annotated[float, typer.Option(min=0.2, max=1.0, help="Share of the longest 20% that the length ranker finds.")]
 LinkGbps = Annotated[float, typer.Option(min=0.001, help="Link between two sites, Gbit/s.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Drafted = Annotated[
+    float, typer.Option(min=0, max=1, help="Acceptance of a token that engines draft, e.g. .55. [0: none drafts]")
+]
+SmallCaches = Annotated[bool, typer.Option("--fp8-kv", help="Keys and values in one byte, not two.")]
 GBPS = 1e9 / 8
 """Bytes a second of one Gbit/s."""
 NEVER_IDLE = 0.02
@@ -85,6 +89,8 @@ def plan(
     prices: Annotated[
         str, typer.Option(help="Price of a GPU-hour: TYPE=PRICE, separated by commas. [relative: an H20 is 1.00]")
     ] = "",
+    drafts: Drafted = 0.0,
+    fp8_kv: SmallCaches = False,
     link_gbps: LinkGbps = 80.0,
     seed: Annotated[int, typer.Option(help="Of the order of prompts and of the ranker's errors.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="Simulations at once. [0: one a core]")] = 0,
@@ -92,6 +98,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     measured = None if profile is None else read_profile(profile)
+    check_aids(measured, drafts, fp8_kv)
     pools = parse_pools(gpus, parse_prices(prices), hardware(measured))
     llm = chosen_model(model, measured)
     skipped: list[str] = []
@@ -106,6 +113,8 @@ def plan(
         prompt_tokens=prompt_tokens,
         recall=recall if recall < 1.0 else None,
         link_bytes_per_s=link_gbps * GBPS,
+        drafts=drafts,
+        kv_bytes=1 if fp8_kv else BYTES,
         seed=seed,
         assumed=planned(one_of("--recompute", recompute, get_args(Recompute))),
     )
@@ -139,6 +148,15 @@ def plan(
 
 
 # -- arguments
+
+
+def check_aids(measured: Profile | None, drafts: float, fp8_kv: bool) -> None:
+    """Raises ConfigError: a profile knows neither."""
+    if measured is not None and (drafts or fp8_kv):
+        where = "--drafts" if drafts else "--fp8-kv"
+        raise ConfigError(
+            "a profile has what its engine was measured at: profile the engine as it will run", where=where
+        )
 
 
 def parse_pools(text: str, prices: Mapping[str, float], known: Mapping[str, Gpu] = GPUS) -> list[Pool]:
@@ -352,12 +370,14 @@ def limit(prediction: Prediction) -> str:
 
 
 def notes(job: Job) -> list[str]:
-    """What about the input makes the answer worth less."""
+    """What about the input makes the answer worth less, and what the engines must be told for it to hold."""
+    on = [*(["drafts"] if job.drafts else []), *(["fp8 caches"] if job.kv_bytes != BYTES else [])]
+    aids = [f"reckoned with {' and '.join(on)}: the settings do not turn them on, the engine's own do"] if on else []
     if len(job.groups) == 1:
-        return ["the file has one prompt: every batch is made of it, and a plan for other lengths will differ"]
+        return [*aids, "the file has one prompt: every batch is made of it, and a plan for other lengths will differ"]
     if len({tokens for group in job.groups for tokens in group}) == 1:
-        return ["all lengths are equal (cut by a limit?): there is no tail, and a ranker has nothing to order"]
-    return []
+        return [*aids, "all lengths are equal (cut by a limit?): there is no tail, and a ranker has nothing to order"]
+    return aids
 
 
 def as_record(

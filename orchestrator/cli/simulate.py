@@ -17,12 +17,15 @@ from orchestrator.cli.plan import (
     GBPS,
     AsJson,
     Batch,
+    Drafted,
     GroupSize,
     LinkGbps,
     Pipeline,
     ProfileFile,
     Recall,
+    SmallCaches,
     TokenCost,
+    check_aids,
     chosen_model,
     one_of,
     parse_pools,
@@ -87,10 +90,8 @@ def simulate(
     micro_batch_tokens: Annotated[
         int, typer.Option(min=0, help="Of a rank of the trainer. [65,536, or as profiled]")
     ] = 0,
-    drafts: Annotated[
-        float, typer.Option(min=0, max=1, help="Acceptance of a token that engines draft, e.g. .55. [0: none drafts]")
-    ] = 0.0,
-    fp8_kv: Annotated[bool, typer.Option("--fp8-kv", help="Keys and values in one byte, not two.")] = False,
+    drafts: Drafted = 0.0,
+    fp8_kv: SmallCaches = False,
     link_gbps: LinkGbps = 80.0,
     iterations: Annotated[
         int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
@@ -101,7 +102,7 @@ def simulate(
 ) -> None:
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
     measured = None if profile is None else read_profile(profile)
-    _check_aids(measured, drafts, fp8_kv)
+    check_aids(measured, drafts, fp8_kv)
     llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
     one_of("--dispatch", dispatch or LEAST_LOADED, POLICIES)
     skipped: list[str] = []
@@ -159,15 +160,6 @@ def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Po
     if measured is not None and measured.train is None:
         raise ConfigError("the profile has no trainer in it, so who trains?", where="--train")
     return generation, training
-
-
-def _check_aids(measured: Profile | None, drafts: float, fp8_kv: bool) -> None:
-    """Raises ConfigError: a profile knows neither."""
-    if measured is not None and (drafts or fp8_kv):
-        where = "--drafts" if drafts else "--fp8-kv"
-        raise ConfigError(
-            "a profile has what its engine was measured at: profile the engine as it will run", where=where
-        )
 
 
 def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, ranks: int, link_gbps: float) -> Layout:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 
 from orchestrator.core import fleet
 from orchestrator.core.dispatch.handout import compare_lengths
@@ -73,12 +73,17 @@ def _advance(p: Pipeline, batch: Batch, phases: Sequence[Phase]) -> bool:
         batch.released = num_released(settings.release, len(batch.queue), batch.released, settings.mini_batch_groups)
     if batch.released < (1 if settled else training.dp_size) or len(training.rounds) >= MAX_ROUNDS_AHEAD:
         return False
-    tokens = (p.groups[group_id].num_tokens for group_id in islice(batch.queue, batch.released))
     least = min(settings.round_tokens, settings.micro_batch_tokens)
-    if not settled and not fills_round(tokens, training.dp_size, least):
+    if not settled and not fills_round(_released_tokens(p, batch), training.dp_size, least):
         return False
     _send_round(p, batch, phase)
     return True
+
+
+def _released_tokens(p: Pipeline, batch: Batch) -> int:
+    if batch.released == len(batch.queue):
+        return batch.queue_tokens
+    return sum(p.groups[group_id].num_tokens for group_id in islice(batch.queue, batch.released))
 
 
 def _send_round(p: Pipeline, batch: Batch, phase: Phase) -> None:
@@ -94,7 +99,7 @@ def _send_round(p: Pipeline, batch: Batch, phase: Phase) -> None:
     for number, rank in enumerate(packed):
         for group in (queue[index] for index in rank):
             group.sent, group.rank = True, number
-            del batch.queue[group.group_id]
+            batch.dequeue(group)
             batch.released -= 1
             training.rank_tokens[number] += group.num_tokens
     round_id = f"{batch.index}.{batch.num_rounds}"
@@ -131,8 +136,9 @@ def _close(p: Pipeline, batch: Batch, phases: Sequence[Phase]) -> None:
         p.outbox.emit_round(_close_command(p, batch, phase, phase.mini_batch, finishes))
         training.rank_tokens = []
     if not finishes:
-        batch.queue = {group.group_id: None for group in members_of(p, batch, phases[batch.phase].mini_batch)}
-        batch.released = 0
+        batch.queue, batch.queue_tokens, batch.released = {}, 0, 0
+        for group in members_of(p, batch, phases[batch.phase].mini_batch):
+            batch.enqueue(group)
 
 
 def _close_command(p: Pipeline, batch: Batch, phase: Phase, mini_batch: int, finishes: bool) -> CloseMiniBatch:
@@ -228,16 +234,15 @@ def num_released(release: Release, num_queued: int, num_before: int, mini_batch_
             return num_before
 
 
-def fills_round(group_tokens: Iterable[int], num_ranks: int, round_tokens: int) -> bool:
+def fills_round(tokens: int, num_ranks: int, round_tokens: int) -> bool:
     """Whether released groups are enough for a round while more of their batch is to come.
 
-    Args:    group_tokens: tokens of each (prompt once + responses).  num_ranks: R >= 1.
+    Args:    tokens: of all of them, their prompts once and their responses.  num_ranks: R >= 1.
              round_tokens: what a rank shall get, tokens; 0: a round may be as small as it comes.
     Source:  ours. Where a forward pass is a collective, a small round is not free: a sharded trainer gathers every
              layer in each, however few tokens it has. It decides when rounds go, never the gradient.
     """
-    missing = num_ranks * round_tokens
-    return missing == 0 or any(total >= missing for total in accumulate(group_tokens))
+    return tokens >= num_ranks * round_tokens
 
 
 def pack_round(

@@ -37,14 +37,13 @@ from orchestrator.sim.costs import (
     Assumptions,
     Gpu,
     Recompute,
-    decode_cost,
     most_micro_batch_tokens,
 )
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.lengths import Group, representative
-from orchestrator.sim.scenarios import MINI_BATCHES, PIPELINES, Bound, Layout, Workload, bound, scenario
+from orchestrator.sim.scenarios import MINI_BATCHES, PIPELINES, Bound, Layout, Workload, bound, planned_cost, scenario
 from orchestrator.sim.simulate import simulate
-from transport.contracts.llms import Llm
+from transport.contracts.llms import BYTES, Llm
 
 SLOTS = 256
 """Samples that an instance decodes at once, at most. With 1,024 a long sample shares its steps with more: between 2%
@@ -96,6 +95,7 @@ class Job:
     groups: lengths as read from a file.
 
     link_bytes_per_s: between two sites.  recall: of the ranker, None: it knows every prompt's mean length.
+    drafts, kv_bytes: as in ``Layout``, of whatever generates.
     """
 
     llm: Llm
@@ -107,6 +107,8 @@ class Job:
     prompt_tokens: int = 500
     recall: float | None = 0.75
     link_bytes_per_s: float = 10e9
+    drafts: float = 0.0
+    kv_bytes: int = BYTES
     seed: int = 0
     assumed: Assumptions = PLANNED
 
@@ -163,6 +165,8 @@ class Job:
             training_gpu=split.training.gpu,
             slots=slots_of(split.generation.gpu),
             micro_batch_tokens=int(micro_batch_tokens),
+            drafts=self.drafts,
+            kv_bytes=self.kv_bytes,
             link_bytes_per_s=self.link_bytes_per_s if split.generation.site != split.training.site else 0.0,
         )
 
@@ -343,7 +347,7 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
     """
     split, core = plan.split, job.settings
     layout = job.layout(split, job.workload(1))
-    cost = decode_cost(job.llm, split.generation.gpu, split.tensor_parallel, job.assumed)
+    cost = planned_cost(job.workload(1), layout, layout.decode_cost(job.llm, job.assumed), job.assumed)
     costs = {name: getattr(cost, name) for name in cost.__struct_fields__}
     timeout_s = ceil(max(300.0, GROUP_LIVES * (core.max_staleness + 1) * plan.iteration_s))
     generation: dict[str, object] = {"engine": engine, "workers": split.instances, "slots": layout.slots}
@@ -415,7 +419,9 @@ class Bounds:
                 for group in self._workload.lengths.lengths
                 for sample in range(job.group_size)
             ]
-            cost = decode_cost(job.llm, split.generation.gpu, split.tensor_parallel, job.assumed)
+            layout = job.layout(split, self._workload)
+            plain = layout.decode_cost(job.llm, job.assumed)
+            cost = planned_cost(self._workload, layout, plain, job.assumed)
             self._makespans[key] = estimate_of(
                 cost, lengths, prompt_tokens=float(job.prompt_tokens), max_running=slots_of(split.generation.gpu)
             )

@@ -119,6 +119,9 @@ def _batch(p: Pipeline, batch: Batch) -> Iterator[str]:
         yield f"batch {batch.index} has members {sorted(batch.members)}, ready or sent are {sorted(members)}"
     if not set(batch.queue) <= members:
         yield f"batch {batch.index} queues groups that are not its members: {sorted(batch.queue)}"
+    queued = sum(p.groups[group_id].num_tokens for group_id in batch.queue)
+    if batch.queue_tokens != queued:
+        yield f"batch {batch.index} counts {batch.queue_tokens} tokens that wait for a round, there are {queued}"
     unsettled = Counter(batch.pending_refills)
     unsettled.update(
         group.mini_batch for group in groups if not group.sent and group.stage not in (Stage.READY, Stage.ENDED)

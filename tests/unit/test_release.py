@@ -111,15 +111,14 @@ def test_several_ranks_get_whole_micro_batches_while_there_are_rounds_to_stream(
 
 
 @pytest.mark.parametrize(
-    ("group_tokens", "num_ranks", "round_tokens", "fills"),
+    ("tokens", "num_ranks", "round_tokens", "fills"),
     [
-        ([5], 4, 0, True),
-        ([], 2, 10, False),
-        ([10, 9], 2, 10, False),
-        ([10, 10], 2, 10, True),
-        ([20], 2, 10, True),
-        ([10, 10], 4, 10, False),
+        (5, 4, 0, True),
+        (0, 2, 10, False),
+        (19, 2, 10, False),
+        (20, 2, 10, True),
+        (20, 4, 10, False),
     ],
 )
-def test_whether_groups_are_enough_for_a_round(group_tokens, num_ranks, round_tokens, fills):
-    assert fills_round(group_tokens, num_ranks, round_tokens) == fills
+def test_whether_groups_are_enough_for_a_round(tokens, num_ranks, round_tokens, fills):
+    assert fills_round(tokens, num_ranks, round_tokens) == fills

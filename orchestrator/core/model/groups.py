@@ -230,8 +230,9 @@ class Batch(msgspec.Struct, kw_only=True):
 
     group_ids: every slot it ever had.  members: groups that will be trained, in the order they became ready.
     unsettled: [mini_batches].  pending_refills: mini-batch of each replacement that waits for a new prompt.
-    phase: index into the run's phases.  queue: groups to put into rounds of this phase.  released: how many of those,
-    from the first on, the trainer may have now.
+    phase: index into the run's phases.  queue: groups to put into rounds of this phase.  queue_tokens: of those, kept
+    as they come and go, because a round is judged at every scored group.  released: how many of those, from the first
+    on, the trainer may have now.
     source_ordinal, source_position: of the last prompt that it took.
     num_wanted: members after which the others end unused; 0: all are wanted (no over-sampling).
     exchangeable: running groups whose place a finished one may take.  num_moved: groups that were exchanged so for
@@ -246,6 +247,7 @@ class Batch(msgspec.Struct, kw_only=True):
     pending_refills: list[int] = msgspec.field(default_factory=list[int])
     phase: int = 0
     queue: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
+    queue_tokens: int = 0
     released: int = 0
     num_rounds: int = 0
     source_ordinal: int = -1
@@ -260,8 +262,20 @@ class Batch(msgspec.Struct, kw_only=True):
         """Whether no further group can join it."""
         return not any(self.unsettled)
 
+    def enqueue(self, group: Group) -> None:
+        """It waits for a round of the present phase."""
+        if group.group_id not in self.queue:
+            self.queue[group.group_id] = None
+            self.queue_tokens += group.num_tokens
+
+    def dequeue(self, group: Group) -> None:
+        """It waits no longer, if it did."""
+        if group.group_id in self.queue:
+            del self.queue[group.group_id]
+            self.queue_tokens -= group.num_tokens
+
     def remove_member(self, group: Group) -> None:
         """The group, not yet in any round, will not be trained as it is."""
         self.unsettled[group.mini_batch] += 1
         del self.members[group.group_id]
-        self.queue.pop(group.group_id, None)
+        self.dequeue(group)

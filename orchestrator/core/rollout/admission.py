@@ -161,17 +161,20 @@ class TrainLane(GroupLane):
             withdraw(p, group, "its rows exist")
             group.tokens, group.num_missing = list(event.response_tokens), 0
         p.plans.remove(group)
+        batch, tokens_before = p.batches[group.batch], group.num_tokens
         group.score(event.rewards, event.environment_tokens)
         if group.sent:
+            if group.group_id in batch.queue:
+                batch.queue_tokens += group.num_tokens - tokens_before
             return  # its rows were generated again for a round that is already on the log
         filtered = p.settings.drop_no_signal and not event.signal
         if not filtered:
             self._pull_forward(group)
-        batch = p.batches[group.batch]
+        batch = p.batches[group.batch]  # another one, where it was pulled forward
         batch.unsettled[group.mini_batch] -= 1
         batch.members[group.group_id] = None
         if self._phases[batch.phase].mini_batch in (None, group.mini_batch):
-            batch.queue[group.group_id] = None
+            batch.enqueue(group)
         if filtered:
             self.end(group, "filtered", "all rewards are equal")
         elif batch.num_wanted and len(batch.members) >= batch.num_wanted:
