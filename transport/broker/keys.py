@@ -52,6 +52,11 @@ def control(worker: WorkerId) -> str:
     return f"control:{worker}"
 
 
+def partial(group_id: GroupId) -> str:
+    """Log: tokens of the running samples of a group (messages.PartialTokens); it goes with the group, or before."""
+    return f"partial:{group_id}"
+
+
 def own_prompt(group_id: GroupId) -> str:
     """Of put_meta and get_meta: the prompt that an agent brought for a group (workers/endpoint)."""
     return f"own-prompt:{group_id}"
