@@ -120,10 +120,9 @@ class SimulatedRows:
         """Response length of the row."""
         return self._rows[row][1]
 
-    def keep(self, row: RowId, spans: Spans) -> bool:
-        """What a running sample has got so far. Returns whether its oldest or newest weights are news."""
-        before, self._partial[row] = self._partial.get(row), spans
-        return before is None or _ages(before) != _ages(spans)
+    def keep(self, row: RowId, spans: Spans) -> None:
+        """What a running sample has got so far."""
+        self._partial[row] = spans
 
     def partial(self, row: RowId) -> Spans:
         """What an earlier attempt left of it."""
@@ -185,7 +184,9 @@ class SimulatedWorker:
         self._arrived: WeightIdentity | None = None
         self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
-        self._resumed: dict[int, int] = {}  # by the identity of a sample that waits or runs
+        # By the identity of a sample that waits or runs: tokens that it went on from, and what is known of its weights.
+        self._resumed: dict[int, int] = {}
+        self._reported: dict[int, tuple[WeightIdentity, WeightIdentity]] = {}
         self._cursor = "0-0"
         self._alive = True
         self._plan = 0
@@ -252,11 +253,14 @@ class SimulatedWorker:
         news: dict[tuple[GroupId, int], list[PartialSample]] = {}
         for sample, spans in self._batching.so_far(self._done_steps()):
             plan = sample.request
-            if spans and plan.group_id in self._left and not is_evaluation(plan.group_id):
-                if self._rows.keep(row_id(plan.group_id, sample.sample), tuple(spans)):
-                    oldest, newest = _ages(tuple(spans))
-                    of_plan = news.setdefault((plan.group_id, plan.attempt), [])
-                    of_plan.append(PartialSample(sample=sample.sample, oldest=oldest, newest=newest))
+            if not spans or plan.group_id not in self._left or is_evaluation(plan.group_id):
+                continue
+            self._rows.keep(row_id(plan.group_id, sample.sample), tuple(spans))
+            ages = oldest, newest = _ages(tuple(spans))
+            if self._reported.get(id(sample)) != ages:
+                self._reported[id(sample)] = ages
+                of_plan = news.setdefault((plan.group_id, plan.attempt), [])
+                of_plan.append(PartialSample(sample=sample.sample, oldest=oldest, newest=newest))
         groups = [
             PartialGroup(group_id=group_id, attempt=attempt, samples=tuple(samples))
             for (group_id, attempt), samples in news.items()
@@ -267,6 +271,7 @@ class SimulatedWorker:
 
     def _count(self, sample: Sample[GroupPlan], generated: int) -> None:
         """It holds no slot any more. generated: what it has got, with what it went on from."""
+        self._reported.pop(id(sample), None)
         self._simulation.log.sampled_tokens += generated - self._resumed.pop(id(sample), 0)
 
     # -- what reaches it
@@ -293,6 +298,8 @@ class SimulatedWorker:
             generated = sum(tokens for _, tokens in spans)
             waiting = Sample(plan, sample, prompt_tokens, length, generated=generated, spans=[*spans])
             self._resumed[id(waiting)] = generated
+            if spans:
+                self._reported[id(waiting)] = _ages(spans)
             self._batching.submit(waiting)
         self._want_boundary()
 

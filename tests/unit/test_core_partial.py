@@ -80,19 +80,17 @@ def test_tokens_that_are_too_old_for_the_batch_or_of_lost_weights_start_over():
     assert lose(world, holder).partial == (partial(1),)
 
 
-def test_the_age_of_a_group_is_that_of_its_oldest_token():
+@pytest.mark.parametrize(("goes_on", "oldest"), [(True, 0), (False, 1)])
+def test_the_age_of_a_group_is_that_of_its_oldest_token(goes_on: bool, oldest: int):
     world = world_of()
-    while world.state.view().trained_version == 0:
-        world.turn()
-    for worker_id in list(world.workers):
-        if world.workers[worker_id].to_load is not None:
-            world.load(worker_id)
-    group = next(group for group in world.state.pipeline.running_groups() if group.batch == 1)
-    holder, group_id = group.worker_id, group.group_id
-    keep(world, holder, partial(0, oldest=V0, newest=V0), group_id=group_id, attempt=group.attempt)
-    plan = lose(world, holder, group_id)
-    assert plan.partial == (partial(0),)
-    assert group.oldest_version == 0
+    holder = holder_of(world, "1/0")
+    other = next(worker_id for worker_id in world.workers if worker_id != holder)
+    if goes_on:
+        keep(world, holder, partial(0), group_id="1/0")
+    world.tell(WorkerReported(worker_id=other, held=tuple(world.workers[other].plans), weights=V1))
+    plan = lose(world, holder, "1/0")
+    assert plan.partial == ((partial(0),) if goes_on else ())
+    assert world.state.pipeline.groups[GroupId("1/0")].oldest_version == oldest
 
 
 @pytest.mark.parametrize("wrong", ["sample", "attempt", "worker", "group"])

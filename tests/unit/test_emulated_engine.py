@@ -11,8 +11,8 @@ import pytest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
 from transport.process.clock import MonotonicClock
-from workers.generation.emulated import EmulatedEngine
 from transport.rows.partial import Beginning
+from workers.generation.emulated import EmulatedEngine
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
 
 OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
@@ -153,7 +153,7 @@ async def test_what_a_sample_has_got_is_where_it_goes_on_on_another_engine():
     async with Engine(slots=2) as engine:
         engine.submit(0, 900)
         async with asyncio.timeout(30):
-            while not (got := await engine.engine.progress({})):
+            while not (got := await engine.engine.progress({})):  # noqa: ASYNC110 nobody tells
                 await asyncio.sleep(0.001)
         assert await engine.engine.progress({("0/0", 0, 0): 900}) == []
         await engine.engine.abort({(GroupId("0/0"), 0)})

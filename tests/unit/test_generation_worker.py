@@ -376,7 +376,9 @@ async def test_what_running_samples_get_is_on_the_log_of_their_group_and_reporte
 
 
 async def leave_beginning(world, *parts):
-    request = GenerationRequest(group_id=group_id(3, 0), prompt_ids=PROMPT, samples=(), sampling=SamplingParams())
+    request = GenerationRequest(
+        group_id=group_id(3, 0), prompt_ids=PROMPT, samples=(), sampling=SamplingParams(max_new_tokens=9)
+    )
     appends = [partial_append(group_id(3, 0), partial_tokens(got(request, *part))) for part in parts]
     await world.broker.commit(Commit(appends=appends))
 

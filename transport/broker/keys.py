@@ -36,6 +36,7 @@ TASK_SPECS = "task-specs"  # hash: task -> its unit and columns, JSON
 MARK = "mark"  # what the writer of commands left with its last step (base.Mark)
 STREAMS = "streams"  # set: short names of all streams, so that listing them scans nothing
 WORKERS = "workers"  # set: workers that ever beat and whose lease has not been seen to end
+PARTIAL_PREFIX = "partial:"
 LEASE_PREFIX, ROW_PREFIX, GROUP_PREFIX = "lease:", "row:", "group:"
 SHARED_PREFIX = "rows:"  # in the hash of a group: a column of all its rows (base.Block.shared)
 READY_PREFIX, NOTICED_PREFIX = "ready:", "noticed:"
@@ -54,7 +55,7 @@ def control(worker: WorkerId) -> str:
 
 def partial(group_id: GroupId) -> str:
     """Log: tokens of the running samples of a group (messages.PartialTokens); it goes with the group, or before."""
-    return f"partial:{group_id}"
+    return f"{PARTIAL_PREFIX}{group_id}"
 
 
 def own_prompt(group_id: GroupId) -> str:

@@ -467,11 +467,14 @@ class GenerationWorker:
         or not as the plan says, starts over."""
         if not plan.partial:
             return {}
+        assert self._info is not None  # nothing is claimed before the engine has started
+        vocabulary = self._info.vocab_size
         left = await read_beginnings(self._broker, plan.group_id, before=plan.attempt)
         begun: dict[int, Beginning] = {}
         for sample in plan.partial:
             beginning = left.get(sample.sample, NOTHING)
-            if sample.sample in plan.samples and len(beginning) and beginning.oldest == sample.oldest:
+            known = sample.sample in plan.samples and len(beginning) and beginning.oldest == sample.oldest
+            if known and beginning.token_ids.min() >= 0 and beginning.token_ids.max() < vocabulary:
                 begun[sample.sample] = beginning
         log.info("goes on", group=plan.group_id, samples=len(begun), tokens=sum(map(len, begun.values())))
         return begun

@@ -170,7 +170,7 @@ def resumed(p: Pipeline, group: Group) -> tuple[PartialSample, ...]:
 
     An answer of an evaluation is always started over: another attempt at it is another group.
     """
-    if not group.partial:
+    if not group.partial or group.lane is EVAL:
         return ()
     trained = group.lane is TRAIN and not group.sent
     limit = p.settings.max_staleness if trained else None
@@ -440,7 +440,7 @@ class Lifecycle:
         """Beginnings of samples are on their groups' logs. Those of an attempt that was taken back come too late."""
         for kept in event.partial:
             group = self._p.live(kept.group_id)
-            if group is None or group.worker_id != worker.worker_id or group.attempt != kept.attempt:
+            if group is None or (group.worker_id, group.attempt) != (worker.worker_id, kept.attempt):
                 continue
             for sample in kept.samples:
                 if group.lacks(sample.sample):

@@ -30,14 +30,14 @@ def test_every_row_is_trained_once_and_little_is_sampled_twice(seed: int):
     with_partial, without = run(seed, 1.0), run(seed, 0.0)
     assert with_partial.finish_reason == without.finish_reason == "all batches are trained"
     assert events_of(with_partial, WorkerLost)
-    finished = events_of(with_partial, RolloutFinished)
+    finished = [record.event for record in events_of(with_partial, RolloutFinished)]
     assert any(event.resumed_tokens for event in finished)
     assert all(event.resumed_tokens < event.response_tokens for event in finished)
-    assert not any(event.resumed_tokens for event in events_of(without, RolloutFinished))
+    assert not any(record.event.resumed_tokens for record in events_of(without, RolloutFinished))
     for rows in with_partial.trained.values():
         assert len(set(rows)) == len(rows)
     assert twice(with_partial) < 0.5 * twice(without)
 
 
 def test_the_same_seed_gives_the_same_run():
-    assert digest(run(3, 0.7)) == digest(run(3, 0.7))
+    assert digest(run(3, 0.7).history) == digest(run(3, 0.7).history)
