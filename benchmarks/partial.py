@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -58,7 +59,7 @@ class LimitPassedError(Exception):
     """The run did not come so far in time."""
 
 
-def wait_for(holds, what: str, run: subprocess.Popen[bytes], limit_s: float = LIMIT_S) -> None:
+def wait_for(holds: Callable[[], bool], what: str, run: subprocess.Popen[bytes], limit_s: float = LIMIT_S) -> None:
     """Poll. Raises LimitPassedError."""
     deadline_s = time.monotonic() + limit_s
     while not holds():
