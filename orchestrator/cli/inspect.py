@@ -179,7 +179,11 @@ async def take_snapshot(broker: Broker, *, now_ms: int | None = None) -> BrokerS
         run=broker.run,
         state=(await broker.get_meta(keys.STATE) or b"unknown").decode(),
         status=status or {},
-        streams=[await _stream_snapshot(broker, name, lengths[name], now_ms) for name in sorted(lengths)],
+        streams=[
+            await _stream_snapshot(broker, name, lengths[name], now_ms)
+            for name in sorted(lengths)
+            if not name.startswith(keys.PARTIAL_PREFIX)  # one for each group that runs
+        ],
         workers=[status for _, status in sorted(read_statuses(await broker.leases()).items())],
         letters=await broker.dead_letters(count=LETTERS),
         retained_bytes=await broker.retained_bytes(),

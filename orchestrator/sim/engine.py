@@ -42,6 +42,7 @@ class CostModel:
     transfer_s: of a version on its way, while generation goes on.  load_s: of putting it into an engine between two
     steps.  switch_s: of colocated GPUs between the stages, paid by the trainer before and after every batch.
     spawn_s: until a worker that was asked for has joined.
+    partial_s: between two times that what running samples have got is kept for whoever goes on with them; 0: never.
     drafts: of the engines; None: they draft nothing.
     noise: spread by which a worker is slower than its cost, all its life, and each part of a round than the rank's.
     decode_beside, train_beside: decode steps and the trainer's work take so many times as long while both go on, where
@@ -59,6 +60,7 @@ class CostModel:
     checkpoint_s: float = 0.3
     prompts_s: float = 0.01
     heartbeat_s: float = 1.0
+    partial_s: float = 0.0
     spawn_s: float = 10.0
     drafts: Drafts | None = None
     noise: float = 0.0
@@ -133,6 +135,7 @@ class SimulationLog:
     history: every event with its commands, in order, if recorded.  end_s: virtual time at which the run was over.
     num_events: that the state handled.  num_actions: of the event heap.
     trainer_busy_s: seconds that the trainer computed.  tokens: of all rows that were generated.
+    sampled_tokens: by engines, in vain or not, but for what they had not finished at the end.
     trained: rows of each batch in the surviving lineage of weights, in the order trained.
     published_s: when each version was published, from 1.
     token_ages: how many trained tokens were sampled under weights that were so many versions behind when trained.
@@ -147,6 +150,7 @@ class SimulationLog:
     num_actions: int = 0
     trainer_busy_s: float = 0.0
     tokens: int = 0
+    sampled_tokens: int = 0
     trained: dict[int, list[RowId]] = field(default_factory=dict)
     published_s: list[float] = field(default_factory=list)
     token_ages: Counter[int] = field(default_factory=Counter)

@@ -22,6 +22,8 @@ from transport.contracts.messages import (
     GroupScored,
     HeldOutPromptsArrived,
     LoadWeights,
+    PartialGroup,
+    PartialSample,
     PromptsArrived,
     RequestHeldOutPrompts,
     RequestPrompts,
@@ -96,6 +98,7 @@ class SimulatedRows:
         self._rows: dict[RowId, tuple[Spans, int]] = {}
         self._missing: dict[GroupId, int] = {}
         self._dropped: set[GroupId] = set()
+        self._partial: dict[RowId, Spans] = {}
         simulation.attach(self._execute, DropRows)
 
     def _execute(self, _: CommandId, command: Command) -> None:
@@ -104,6 +107,7 @@ class SimulatedRows:
         for group_id in command.group_ids:
             for row in self._rows_of(group_id):
                 self._rows.pop(row, None)
+                self._partial.pop(row, None)
 
     def has(self, row: RowId) -> bool:
         return row in self._rows
@@ -116,6 +120,14 @@ class SimulatedRows:
         """Response length of the row."""
         return self._rows[row][1]
 
+    def keep(self, row: RowId, spans: Spans) -> None:
+        """What a running sample has got so far."""
+        self._partial[row] = spans
+
+    def partial(self, row: RowId) -> Spans:
+        """What an earlier attempt left of it."""
+        return self._partial.get(row, ())
+
     def lose(self, row: RowId) -> None:
         group_id, _ = parse_row_id(row)
         del self._rows[row]
@@ -126,6 +138,7 @@ class SimulatedRows:
         group_id, row = sample.request.group_id, event.row_id
         if row in self._rows or group_id in self._dropped:
             return
+        self._partial.pop(row, None)
         self._rows[row] = tuple(sample.spans), event.response_tokens
         self._simulation.log.tokens += event.response_tokens
         self._simulation.report(event)
@@ -149,6 +162,12 @@ class SimulatedRows:
             self._simulation.report(event)
 
 
+def _ages(spans: Spans) -> tuple[WeightIdentity, WeightIdentity]:
+    """Oldest and newest."""
+    weights = [one for one, _ in spans]
+    return min(weights), max(weights)
+
+
 class SimulatedWorker:
     """One generation worker: ``capacity`` slots, each running sample gets one token a step."""
 
@@ -165,6 +184,9 @@ class SimulatedWorker:
         self._arrived: WeightIdentity | None = None
         self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
+        # By the identity of a sample that waits or runs: tokens that it went on from, and what is known of its weights.
+        self._resumed: dict[int, int] = {}
+        self._reported: dict[int, tuple[WeightIdentity, WeightIdentity]] = {}
         self._cursor = "0-0"
         self._alive = True
         self._plan = 0
@@ -175,10 +197,15 @@ class SimulatedWorker:
         simulation.workers[worker_id] = self._execute
         simulation.report(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=scenario.capacity))
         self._report()
+        if scenario.costs.partial_s:
+            self._later(scenario.costs.partial_s, self._keep)
 
     def kill(self) -> None:
         """It does nothing more, and reports nothing."""
         self._alive = False
+        steps = self._done_steps()
+        for sample, spans in self._batching.so_far(steps):
+            self._count(sample, sum(tokens for _, tokens in spans))
         if self._simulation.machine is not None:
             self._simulation.machine.note_decoding(self._worker_id, decodes=False)
         del self._simulation.workers[self._worker_id]
@@ -207,9 +234,45 @@ class SimulatedWorker:
         self._simulation.report(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
 
     def _report(self) -> None:
-        held = tuple(self._left)
-        self._simulation.report(WorkerReported(worker_id=self._worker_id, held=held, plans_cursor=self._cursor))
+        self._report_held()
         self._later(self._simulation.scenario.costs.heartbeat_s, self._report)
+
+    def _report_held(self, partial: tuple[PartialGroup, ...] = ()) -> None:
+        held = tuple(self._left)
+        self._simulation.report(
+            WorkerReported(worker_id=self._worker_id, held=held, plans_cursor=self._cursor, partial=partial)
+        )
+
+    def _done_steps(self) -> int:
+        """Steps since the last boundary that are done by now."""
+        steps = self._batching.steps_until(self._simulation.now_s) if self._batching.running else 0
+        return max(0, steps - 1)
+
+    def _keep(self) -> None:
+        """What running samples have got goes on the logs of their groups."""
+        news: dict[tuple[GroupId, int], list[PartialSample]] = {}
+        for sample, spans in self._batching.so_far(self._done_steps()):
+            plan = sample.request
+            if not spans or plan.group_id not in self._left or is_evaluation(plan.group_id):
+                continue
+            self._rows.keep(row_id(plan.group_id, sample.sample), tuple(spans))
+            ages = oldest, newest = _ages(tuple(spans))
+            if self._reported.get(id(sample)) != ages:
+                self._reported[id(sample)] = ages
+                of_plan = news.setdefault((plan.group_id, plan.attempt), [])
+                of_plan.append(PartialSample(sample=sample.sample, oldest=oldest, newest=newest))
+        groups = [
+            PartialGroup(group_id=group_id, attempt=attempt, samples=tuple(samples))
+            for (group_id, attempt), samples in news.items()
+        ]
+        if groups:
+            self._report_held(tuple(groups))
+        self._later(self._simulation.scenario.costs.partial_s, self._keep)
+
+    def _count(self, sample: Sample[GroupPlan], generated: int) -> None:
+        """It holds no slot any more. generated: what it has got, with what it went on from."""
+        self._reported.pop(id(sample), None)
+        self._simulation.log.sampled_tokens += generated - self._resumed.pop(id(sample), 0)
 
     # -- what reaches it
 
@@ -231,8 +294,20 @@ class SimulatedWorker:
                     f"{plan.group_id}/{sample} needs {prompt_tokens + length} tokens of KV cache, the instance has "
                     f"{self._cost.kv_capacity_tokens:.0f}"
                 )
-            self._batching.submit(Sample(plan, sample, prompt_tokens, length))
+            spans = self._begun(plan, sample)
+            generated = sum(tokens for _, tokens in spans)
+            waiting = Sample(plan, sample, prompt_tokens, length, generated=generated, spans=[*spans])
+            self._resumed[id(waiting)] = generated
+            if spans:
+                self._reported[id(waiting)] = _ages(spans)
+            self._batching.submit(waiting)
         self._want_boundary()
+
+    def _begun(self, plan: GroupPlan, sample: int) -> Spans:
+        """What the sample goes on from."""
+        wanted = [one.oldest for one in plan.partial if one.sample == sample]
+        spans = self._rows.partial(row_id(plan.group_id, sample)) if wanted else ()
+        return spans if spans and _ages(spans)[0] == wanted[0] else ()
 
     def _abort(self, group_id: GroupId, attempt: int) -> None:
         self._aborts.append((group_id, attempt))
@@ -275,7 +350,11 @@ class SimulatedWorker:
             self._finish(sample)
         self._set_cost()
         for group_id, attempt in self._aborts:
-            batching.remove(lambda plan, of=group_id, upto=attempt: plan.group_id == of and plan.attempt <= upto)
+            stopped = batching.remove(
+                lambda plan, of=group_id, upto=attempt: plan.group_id == of and plan.attempt <= upto
+            )
+            for sample in stopped:
+                self._count(sample, sample.generated)
             if not batching.holds(group_id):
                 self._left.pop(group_id, None)
         self._aborts.clear()
@@ -313,6 +392,8 @@ class SimulatedWorker:
 
     def _finish(self, ended: Sample[GroupPlan]) -> None:
         plan = ended.request
+        resumed = self._resumed.get(id(ended), 0)
+        self._count(ended, ended.generated)
         left = self._left.get(plan.group_id)
         if left is not None:
             left.discard(ended.sample)
@@ -323,9 +404,10 @@ class SimulatedWorker:
             worker_id=self._worker_id,
             response_tokens=ended.length,
             finish_reason=FinishReason.STOP,
-            oldest=ended.spans[0][0],
-            newest=ended.spans[-1][0],
+            oldest=_ages(tuple(ended.spans))[0],
+            newest=_ages(tuple(ended.spans))[1],
             engine_s=self._simulation.now_s - (ended.admitted_s or 0.0),
+            resumed_tokens=resumed,
         )
         self._rows.insert(event, ended)
 

@@ -244,6 +244,15 @@ async def test_bytes_are_counted_and_freed(broker: Broker) -> None:
     assert await broker.retained_bytes() == 4
 
 
+async def test_logs_of_running_samples_go_with_their_group(broker: Broker) -> None:
+    await broker.commit(Commit(groups=[group("0/0"), group("0/1")]))
+    for group_id in (GroupId("0/0"), GroupId("0/1"), GroupId("5/5")):
+        await broker.append(keys.partial(group_id), entry("tokens"))
+    await broker.drop_groups([GroupId("0/0"), GroupId("5/5")])
+    assert await broker.streams() == {keys.partial(GroupId("0/1")): 1}
+    assert await broker.read(keys.partial(GroupId("0/0")), ZERO_ID, count=1) == []
+
+
 async def test_insert_into_a_dropped_group_is_refused(broker: Broker) -> None:
     await broker.declare_tasks([REWARD_TASK])
     await broker.commit(Commit(groups=[group("0/0")], rows=[row("0/0/0")]))

@@ -29,8 +29,10 @@ from workers.generation.engine import (
     EngineInfo,
     EngineLoad,
     GenerationRequest,
+    Progress,
     Result,
     ResultQueue,
+    SampleKey,
     serving,
 )
 
@@ -136,6 +138,9 @@ class ScriptedEngine:
         for key in groups:
             if (request := self._waiting.pop(key, None)) is not None:
                 self._results.put(request.failure(request.samples, ABORTED_UNSTARTED))
+
+    async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        return []
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, Any]) -> None:
         self.weights = weights

@@ -16,7 +16,9 @@ from workers.generation.engine import (
     EngineInfo,
     EngineLoad,
     GenerationRequest,
+    Progress,
     Result,
+    SampleKey,
 )
 
 
@@ -30,6 +32,7 @@ class FakeEngine:
         self.loaded: list[tuple[WeightIdentity, dict[str, torch.Tensor]]] = []
         self.load_error: Exception | None = None
         self.closed = False
+        self.got: list[Progress] = []
         self.submitted = asyncio.Condition()
         self.weights = BASE_WEIGHTS
         self._outbox: asyncio.Queue[Completion | EngineFailure | Exception] = asyncio.Queue()
@@ -97,6 +100,10 @@ class FakeEngine:
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         self.aborted += groups
+
+    async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        """What the test put into ``got``, beyond what is known."""
+        return [one for one in self.got if one.end > known.get(one.key, 0)]
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.load_error is not None:

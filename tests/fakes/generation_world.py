@@ -113,14 +113,16 @@ class RenewalCounter(MemoryBroker):
 class World:
     """One worker on one in-memory broker, and what a test does to it."""
 
-    def __init__(self, capacity, lengths=None, relay=None, given=None):
+    def __init__(self, capacity, lengths=None, relay=None, given=None, partial_s=0.0):
         self.broker = RenewalCounter(MemoryServer(), RunName("test"))
         self.engine = FakeEngine(capacity)
         self.puller = FakePuller()
         self.worker = GenerationWorker(
             self.broker,
             self.engine,
-            SETTINGS,
+            msgspec.structs.replace(
+                SETTINGS, generation=msgspec.structs.replace(SETTINGS.generation, partial_s=partial_s)
+            ),
             ME,
             self.puller,
             MonotonicClock(),
@@ -133,7 +135,17 @@ class World:
         self._plans = 0
 
     async def plan(
-        self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0, group=None, sampling=None, entry=b""
+        self,
+        slot,
+        *,
+        samples=(0, 1),
+        attempt=0,
+        prompt=True,
+        priority=1.0,
+        group=None,
+        sampling=None,
+        entry=b"",
+        partial=(),
     ):
         group = group or group_id(3, slot)
         columns = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT), Column.TASK_ENTRY: entry}
@@ -149,6 +161,7 @@ class World:
             priority=priority,
             attempt=attempt,
             sampling=sampling,
+            partial=partial,
         )
         self._plans += 1
         entry_id = f"{self._plans}-0"
@@ -170,6 +183,12 @@ class World:
         """Wait until something holds."""
         async with asyncio.timeout(30):
             while not holds():  # noqa: ASYNC110 nobody tells
+                await asyncio.sleep(0.005)
+
+    async def until_log(self, log, length):
+        """Wait until a log has so many entries."""
+        async with asyncio.timeout(30):
+            while await self.broker.length(log) != length:  # noqa: ASYNC110 nobody tells
                 await asyncio.sleep(0.005)
 
     async def until_coming(self, weights):
@@ -202,8 +221,8 @@ class World:
 
 
 @asynccontextmanager
-async def running(capacity=4, lengths=None, relay=None, given=None):
-    world = World(capacity, lengths, relay, given)
+async def running(capacity=4, lengths=None, relay=None, given=None, partial_s=0.0):
+    world = World(capacity, lengths, relay, given, partial_s)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "REPORT_S", 0.01)
         task = asyncio.create_task(world.worker.run())

@@ -349,6 +349,8 @@ class MemoryBroker:
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
         with self._step() as state:
             dropped = [state.groups.pop(group_id, None) for group_id in group_ids]
+            for group_id in group_ids:
+                state.streams.pop(keys.partial(group_id), None)
             freed = sum(group.num_bytes() for group in dropped if group)
             state.retained_bytes -= freed
             return freed

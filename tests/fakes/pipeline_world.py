@@ -21,8 +21,11 @@ from transport.contracts.messages import (
     Command,
     CriticReported,
     FinishTraining,
+    GroupPlan,
     GroupScored,
     HeldOutPromptsArrived,
+    PartialGroup,
+    PartialSample,
     PromptRef,
     PromptsArrived,
     RolloutFinished,
@@ -55,6 +58,15 @@ from transport.contracts.types import (
 
 PATIENCE = 100
 """Turns after which a world whose run has not ended lets time pass faster: what is waited for may be minutes away."""
+
+
+def begun_of(
+    plan: GroupPlan, sample: int, under: WeightIdentity, serves: WeightIdentity | None = None
+) -> PartialSample:
+    """What a sample has got. under: weights that the worker served when it began.  serves: that it serves now."""
+    before = next((one for one in plan.partial if one.sample == sample), None)
+    weights = [under, *([before.oldest, before.newest] if before else []), *([serves] if serves else [])]
+    return PartialSample(sample=sample, oldest=min(weights), newest=max(weights))
 
 
 class PipelineWorld(ObeyedPipeline):
@@ -215,12 +227,18 @@ class PipelineWorld(ObeyedPipeline):
         if len(left) <= 1:
             del worker.plans[group_id]
         if left and group_id not in self.dropped:
-            self._insert(worker_id, group_id, left[0] if sample is None else sample, oldest)
+            index = left[0] if sample is None else sample
+            begun = begun_of(plan, index, oldest)
+            self._insert(worker_id, group_id, index, begun.oldest, begun.newest)
 
-    def _insert(self, worker_id: WorkerId, group_id: GroupId, sample: int, oldest: WeightIdentity) -> None:
+    def _insert(
+        self, worker_id: WorkerId, group_id: GroupId, sample: int, oldest: WeightIdentity, begun: WeightIdentity
+    ) -> None:
+        """begun: the newest weights of what the sample went on from."""
         row = row_id(group_id, sample)
-        newest = self.workers[worker_id].weights
-        assert newest is not None
+        serves = self.workers[worker_id].weights
+        assert serves is not None
+        newest = max(serves, begun)
         self.rows[row] = 3 + sample
         self.oldest[row] = oldest
         if all(row_id(group_id, index) in self.rows for index in range(self.sizes[group_id])):
@@ -263,8 +281,25 @@ class PipelineWorld(ObeyedPipeline):
             self.tell(RowsMissing(row_ids=(row,)))
 
     def report(self, worker_id: WorkerId) -> None:
+        """What it holds, and that it has kept what its samples have got."""
         worker = self.workers[worker_id]
-        self.tell(WorkerReported(worker_id=worker_id, held=tuple(worker.plans), plans_cursor=worker.cursor))
+        partial_groups = [
+            PartialGroup(
+                group_id=group_id,
+                attempt=plan.attempt,
+                samples=tuple(begun_of(plan, sample, under, worker.weights) for sample in plan.samples),
+            )
+            for group_id, (plan, under) in worker.plans.items()
+            if not is_evaluation(group_id)
+        ]
+        self.tell(
+            WorkerReported(
+                worker_id=worker_id,
+                held=tuple(worker.plans),
+                plans_cursor=worker.cursor,
+                partial=tuple(partial_groups),
+            )
+        )
 
     # -- what the trainer does
 

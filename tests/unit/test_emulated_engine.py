@@ -11,6 +11,7 @@ import pytest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
 from transport.process.clock import MonotonicClock
+from transport.rows.partial import Beginning
 from workers.generation.emulated import EmulatedEngine
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
 
@@ -167,3 +168,35 @@ async def test_the_same_sample_has_the_same_tokens_on_every_engine():
             tokens.append([t for one in results if isinstance(one, Completion) for t in one.response_ids.tolist()])
     assert sorted(tokens[0]) == sorted(tokens[1])
     assert len(set(tokens[0])) > 1
+
+
+async def test_what_a_sample_has_got_is_where_it_goes_on_on_another_engine():
+    async with Engine(slots=2) as engine:
+        engine.submit(0, 900)
+        async with asyncio.timeout(30):
+            while not (got := await engine.engine.progress({})):  # noqa: ASYNC110 nobody tells
+                await asyncio.sleep(0.001)
+        assert await engine.engine.progress({("0/0", 0, 0): 900}) == []
+        await engine.engine.abort({(GroupId("0/0"), 0)})
+        (stopped,) = await engine.results(1)
+    assert isinstance(stopped, Completion)
+    assert 0 < got[0].end <= len(stopped.response_ids)
+    assert stopped.response_ids[: got[0].end].tolist() == got[0].token_ids.tolist()
+    begun = Beginning(token_ids=got[0].token_ids, logprobs=got[0].logprobs, spans=got[0].spans)
+    request = GenerationRequest(
+        group_id=GroupId("0/0"),
+        prompt_ids=np.ones(4, np.int32),
+        samples=(0,),
+        sampling=SamplingParams(max_new_tokens=1000, seed=7),
+        limits=(got[0].end + 3,),
+        begun={0: begun},
+    )
+    other = EmulatedEngine(COSTS, 2, MonotonicClock(), weights=NEW)
+    await other.start()
+    other.submit(request)
+    (whole,) = await other.results()
+    tokens = other.load().tokens
+    await other.close()
+    assert isinstance(whole, Completion)
+    assert (len(whole.response_ids), whole.resumed, tokens) == (got[0].end + 3, got[0].end, 3)
+    assert [(span.end, span.weights) for span in whole.spans] == [(got[0].end, OLD), (got[0].end + 3, NEW)]

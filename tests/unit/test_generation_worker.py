@@ -2,15 +2,17 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from tests.fakes.explicit_ids import append_at
-from tests.fakes.generation_world import ME, PROMPT, V1, World, running
+from tests.fakes.generation_world import ME, PROMPT, V1, V2, World, running
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Entry
+from transport.broker.base import ZERO_ID, Commit, Entry
 from transport.contracts.messages import (
     AbortRollouts,
     LoadWeights,
+    PartialSample,
     RolloutFinished,
     WeightsLoaded,
     WorkerReported,
@@ -24,13 +26,16 @@ from transport.contracts.types import (
     SamplingParams,
     Segment,
     SegmentKind,
+    VersionSpan,
     evaluation_id,
     group_id,
 )
 from transport.rows.columns import decode_array
+from transport.rows.partial import partial_append, read_beginnings
 from workers.errors import EngineCrashedError
+from workers.generation.engine import GenerationRequest, Progress
 from workers.generation.given import GivenResponses
-from workers.generation.worker import ForcedLengths, group_seed
+from workers.generation.worker import ForcedLengths, group_seed, partial_tokens
 
 
 async def test_a_plan_becomes_a_request():
@@ -324,3 +329,103 @@ async def test_activity_says_starting_until_the_engine_is_there():
     assert (activity.doing, activity.capacity) == ("waiting", 4)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def got(request, sample, start, tokens, weights=V1):
+    return Progress(
+        key=(*request.key, sample),
+        start=start,
+        token_ids=np.arange(start, start + tokens, dtype=np.int32) + 10,
+        logprobs=-np.arange(start, start + tokens, dtype=np.float32),
+        spans=(VersionSpan(start=start, end=start + tokens, weights=weights),),
+    )
+
+
+async def kept(world, count):
+    """The partial samples of the next ``count`` reports that have any."""
+    found = []
+    while len(found) < count:
+        (report,) = await world.events(1, of=WorkerReported)
+        found += [report.partial] if report.partial else []
+    return found
+
+
+def beginnings_of(world, before):
+    return read_beginnings(world.broker, group_id(3, 0), before)
+
+
+async def test_what_running_samples_get_is_on_the_log_of_their_group_and_reported_when_it_is_news():
+    async with running(partial_s=0.01) as world:
+        await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        world.engine.got = [got(request, 1, 0, 2)]
+        ((group,),) = await kept(world, 1)
+        assert (group.group_id, group.attempt) == ("3/0", 0)
+        assert group.samples == (PartialSample(sample=1, oldest=V1, newest=V1),)
+        world.engine.got = [got(request, 1, 2, 3)]
+        await world.until_log(keys.partial(group_id(3, 0)), 2)
+        world.engine.got = [got(request, 1, 5, 1, weights=V2)]
+        ((group,),) = await kept(world, 1)
+        assert group.samples == (PartialSample(sample=1, oldest=V1, newest=V2),)
+        assert (await beginnings_of(world, 1))[1].token_ids.tolist() == [10, 11, 12, 13, 14, 15]
+        world.engine.got = []
+        world.engine.finish(request, 0)
+        world.engine.finish(request, 1)
+        await world.until_acknowledged()
+        await world.until_log(keys.partial(group_id(3, 0)), 0)
+
+
+async def leave_beginning(world, *parts):
+    request = GenerationRequest(
+        group_id=group_id(3, 0), prompt_ids=PROMPT, samples=(), sampling=SamplingParams(max_new_tokens=9)
+    )
+    appends = [partial_append(group_id(3, 0), partial_tokens(got(request, *part))) for part in parts]
+    await world.broker.commit(Commit(appends=appends))
+
+
+def resumed(sample, oldest=V1):
+    return PartialSample(sample=sample, oldest=oldest, newest=oldest)
+
+
+async def test_a_sample_goes_on_from_the_log_as_far_as_its_plan_says():
+    async with running(partial_s=0.01) as world:
+        await leave_beginning(world, (0, 0, 4), (1, 0, 3), (1, 4, 2))
+        await world.plan(0, attempt=0, prompt=True, samples=())
+        await world.plan(0, attempt=1, partial=(resumed(1),))
+        request = (await world.engine.wait_submitted(2))[-1]
+        assert {sample: len(begun) for sample, begun in request.begun.items()} == {1: 3}
+        world.engine.got = [got(request, 1, 0, 5)]  # an engine says no more than what is new: from 3 on
+        world.engine.got = [got(request, 1, 3, 2)]
+        await world.until_log(keys.partial(group_id(3, 0)), 4)
+        assert len((await beginnings_of(world, 2))[1]) == 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "used"), [(9, 9, 8), (30, 9, 8), (1, 9, 1), (0, 9, 0)], ids=["last", "more", "one", "none"]
+)
+async def test_what_would_be_a_whole_response_ends_by_being_sampled(tokens: int, limit: int, used: int):
+    async with running() as world:
+        if tokens:
+            await leave_beginning(world, (1, 0, tokens))
+        await world.plan(0, attempt=0, samples=())
+        await world.plan(0, attempt=1, partial=(resumed(1),))
+        request = (await world.engine.wait_submitted(2))[-1]
+        assert len(request.begun.get(1, ())) == used
+        assert request.limit(1) == limit
+
+
+async def test_what_the_log_has_under_other_weights_is_not_gone_on_from():
+    async with running() as world:
+        await leave_beginning(world, (1, 0, 3, V2))
+        await world.plan(0, attempt=0, samples=())
+        await world.plan(0, attempt=1, partial=(resumed(1, oldest=V1), resumed(0)))
+        request = (await world.engine.wait_submitted(2))[-1]
+        assert request.begun == {}
+
+
+async def test_a_worker_that_is_told_to_leave_keeps_what_it_has():
+    async with running(partial_s=1000.0) as world:
+        await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        world.engine.got = [got(request, 0, 0, 4)]
+    assert len((await beginnings_of(world, 1))[0]) == 4

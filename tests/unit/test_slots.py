@@ -10,6 +10,7 @@ import torch
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from transport.rows.partial import Beginning
 from workers.generation.embedded.forward import (
     FIRST_CAPACITY,
     FusedForward,
@@ -482,3 +483,44 @@ def test_turns_wait_for_slots_as_all_samples_do_and_move_as_they_do():
     for turn in turns:
         check_logprobs(model, [turn], [found[turn.group_id, turn.samples[0]]])
     assert decoder.reused_tokens > 0
+
+
+def beginning_of(result, tokens):
+    whole = Beginning(token_ids=result.response_ids, logprobs=result.logprobs, spans=result.spans)
+    return whole.cut(tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_sample_that_goes_on_elsewhere_is_the_one_that_was_not_interrupted(temperature):
+    model = tiny_model("llama")
+    asked = request(0, new_tokens=12, temperature=temperature)
+    whole = by_sample(run_all(decoder_of(model), [asked]))
+    begun = {sample: beginning_of(whole["0/0", sample], tokens) for sample, tokens in ((0, 5), (2, 11))}
+    again = by_sample(run_all(decoder_of(model, slots=2), [replace(asked, begun=begun)]))
+    for sample, resumed in ((0, 5), (1, 0), (2, 11)):
+        one, other = whole["0/0", sample], again["0/0", sample]
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        assert other.logprobs[:resumed].tolist() == one.logprobs[:resumed].tolist(), "kept as they were"
+        assert (other.spans, other.resumed, other.finish_reason) == (one.spans, resumed, FinishReason.LENGTH)
+
+
+def test_a_sample_is_taken_back_twice_and_has_the_weights_of_each_of_its_tokens():
+    model = tiny_model("llama")
+    asked = request(0, samples=(1,), new_tokens=9)
+    (first,) = run_all(decoder_of(model), [asked])
+    older = replace(beginning_of(first, 3), spans=(VersionSpan(start=0, end=3, weights=V1),))
+    decoder = decoder_of(model)
+    decoder.submit(replace(asked, begun={1: older}))
+    for _ in range(4):
+        decoder.step()
+    (got,) = decoder.progress({("0/0", 0, 1): 3})
+    assert (got.start, got.end, len(got.logprobs)) == (3, 7, 4)
+    assert got.spans == (VersionSpan(start=3, end=7, weights=V0),)
+    assert decoder.progress({("0/0", 0, 1): 7}) == []
+    (all_of_it,) = decoder.progress({})
+    begun = Beginning(token_ids=all_of_it.token_ids, logprobs=all_of_it.logprobs, spans=all_of_it.spans)
+    (last,) = run_all(decoder_of(model), [replace(asked, attempt=2, begun={1: begun})])
+    assert last.response_ids.tolist() == first.response_ids.tolist()
+    assert last.spans == (VersionSpan(start=0, end=3, weights=V1), VersionSpan(start=3, end=9, weights=V0))
+    assert (last.resumed, last.attempt) == (7, 2)

@@ -393,7 +393,10 @@ class RedisBroker:
         return [went == 1 for went in withdrawn]
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
-        groups = [[keys.group(self.run, group_id), keys.row(self.run, RowId(f"{group_id}/"))] for group_id in group_ids]
+        groups = [
+            [keys.group(self.run, group_id), keys.row(self.run, RowId(f"{group_id}/")), keys.partial(group_id)]
+            for group_id in group_ids
+        ]
         return cast("int", await self._once("drop_groups", ScriptCall({"groups": groups})))
 
     async def retained_bytes(self) -> int:

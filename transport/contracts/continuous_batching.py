@@ -290,6 +290,25 @@ class ContinuousBatching(Generic[R]):
         """Whether a sample of the group waits or runs."""
         return any(entry[2].request.group_id == group_id for entry in (*self.waiting, *self.running))
 
+    def so_far(self, steps: int) -> list[tuple[Sample[R], list[tuple[WeightIdentity, int]]]]:
+        """Running samples and the spans of what they have after ``steps`` more steps, before which none ends."""
+        return [
+            (sample, [*sample.spans, *self._since_admission(sample, self.steps + steps)])
+            for _, _, sample in self.running
+        ]
+
+    def _since_admission(self, sample: Sample[R], until: int) -> list[tuple[WeightIdentity, int]]:
+        """Spans of what it generated before step ``until``."""
+        since_load: list[tuple[WeightIdentity, int]] = []
+        for first_step, weights in reversed(self.weights):
+            begin = first_step if first_step > sample.start_step else sample.start_step
+            if until > begin:
+                since_load.append((weights, until - begin))
+                until = begin
+            if first_step <= sample.start_step:
+                break
+        return since_load[::-1]
+
     def _start(self, sample: Sample[R], order: int) -> float:
         """Give it a slot. Returns the tokens to prefill."""
         group_id = sample.request.group_id
@@ -304,16 +323,7 @@ class ContinuousBatching(Generic[R]):
 
     def _leave(self, sample: Sample[R]) -> None:
         """It holds no slot from now on: note what it generated, and under which weights."""
-        until = self.steps
-        since_load: list[tuple[WeightIdentity, int]] = []
-        for first_step, weights in reversed(self.weights):
-            begin = first_step if first_step > sample.start_step else sample.start_step
-            if until > begin:
-                since_load.append((weights, until - begin))
-                until = begin
-            if first_step <= sample.start_step:
-                break
-        sample.spans.extend(reversed(since_load))
+        sample.spans.extend(self._since_admission(sample, self.steps))
         sample.generated += self.steps - sample.start_step
         self.context -= sample.context
         sharing = self.prefilled.pop(sample.request.group_id) - 1

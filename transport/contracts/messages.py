@@ -55,6 +55,25 @@ class WorkerJoined(Struct, frozen=True, kw_only=True, tag=True):
     site: str = ""
 
 
+class PartialSample(Struct, frozen=True, kw_only=True):
+    """A beginning of a sample that is on the log of its group (``PartialTokens``); a later attempt may go on from it.
+
+    oldest, newest: of the weights that sampled it. Its first token is always there, so oldest never changes.
+    """
+
+    sample: Index
+    oldest: WeightIdentity
+    newest: WeightIdentity
+
+
+class PartialGroup(Struct, frozen=True, kw_only=True):
+    """Samples that one attempt at a group has put on its log."""
+
+    group_id: WireGroupId
+    attempt: Count
+    samples: tuple[PartialSample, ...]
+
+
 class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
     """What a generation worker holds, sent in order with its other events, so that what was lost can be found out."""
 
@@ -63,6 +82,7 @@ class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
     plans_cursor: EntryId = "0-0"  # the last plan entry it claimed
     weights: WeightIdentity | None = None
     capacity: Count = 0  # samples that fit there now, where that changes; 0: as it joined with
+    partial: tuple[PartialGroup, ...] = ()  # beginnings of samples that are kept since, or have tokens of new weights
 
 
 class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
@@ -129,6 +149,7 @@ class RolloutInfo(Struct, frozen=True, kw_only=True):
     engine_s: float = 0.0  # from there to the end
     segments: tuple[Segment, ...] = ()  # in order, covering [0, response_tokens); none: all of it is the policy's
     reward: Finite | None = None  # that its environment gave
+    resumed_tokens: Count = 0  # the first ones, which earlier attempts sampled
 
     @property
     def environment_tokens(self) -> int:
@@ -151,10 +172,16 @@ class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
     queued_s: Seconds = 0.0  # as in RolloutInfo
     engine_s: Seconds = 0.0
     environment_tokens: Count = 0  # of response_tokens, those that the policy did not choose
+    resumed_tokens: Count = 0  # as in RolloutInfo
 
     @property
     def policy_tokens(self) -> int:
         return max(0, self.response_tokens - self.environment_tokens)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Those that the policy chose in this attempt."""
+        return max(0, self.response_tokens - self.environment_tokens - self.resumed_tokens)
 
 
 class RolloutFailed(Struct, frozen=True, kw_only=True, tag=True):
@@ -396,6 +423,22 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
     priority: float  # higher first; the predicted length, so that the longest starts first
     attempt: int = 0
     sampling: SamplingParams | None = None  # where a request asked for something else than the run's settings
+    partial: tuple[PartialSample, ...] = ()  # of ``samples``, those that go on from what earlier attempts sampled
+
+
+class PartialTokens(Struct, frozen=True, kw_only=True):
+    """Tokens ``[start, start + N)`` of a running sample, on the log of its group.
+
+    token_ids, logprobs: [N] as in the columns of a row.  spans: in order, covering them, counted from the response's
+    first token.
+    """
+
+    sample: Index
+    attempt: Count
+    start: Count
+    token_ids: bytes
+    logprobs: bytes
+    spans: tuple[VersionSpan, ...]
 
 
 class DispatchGroups(Struct, frozen=True, kw_only=True, tag=True):
@@ -808,6 +851,7 @@ event_decoder: MessageDecoder[ReportedEvent] = MessageDecoder(cast("type[Reporte
 trainer_command_decoder: MessageDecoder[TrainerCommand] = MessageDecoder(cast("type[TrainerCommand]", TrainerCommand))
 worker_command_decoder: MessageDecoder[WorkerCommand] = MessageDecoder(cast("type[WorkerCommand]", WorkerCommand))
 group_plan_decoder = MessageDecoder(GroupPlan)
+partial_decoder = MessageDecoder(PartialTokens)
 spawn_decoder = MessageDecoder(SpawnWorkers)
 manifest_decoder = MessageDecoder(WeightManifest)
 routes_decoder = MessageDecoder(WeightRoutes)

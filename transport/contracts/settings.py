@@ -204,6 +204,9 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     lengths: str = ""  # file of output lengths that every engine is forced to, one number a line; empty: free
     stop: list[StopString] = msgspec.field(default_factory=list[StopString])  # texts that end a response and stay in it
     max_context: AtLeast0 = 0  # tokens of prompt + response; 0: what the model allows, at most 2048 on a CPU
+    partial_s: Annotated[float, Meta(ge=0)] = (
+        1.0  # running samples' tokens are kept so often, all that a kill loses; 0: never; docs/partial-rollouts.md
+    )
 
     @property
     def num_workers(self) -> int:

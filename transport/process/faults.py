@@ -15,6 +15,7 @@ POINTS = frozenset(
         "generate.claimed",  # a plan is claimed, nothing of it generated
         "generate.row_ready",  # a sample ended, its row is not written
         "generate.row_committed",  # a row is written
+        "generate.kept",  # what running samples have got is on their groups' logs
         "generate.weights_loaded",  # new weights serve, which is not reported
         "score.claimed",  # a unit is claimed, not scored
         "score.committed",  # a score is written

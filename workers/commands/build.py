@@ -286,6 +286,7 @@ def engine_of(
         stop=generation.stop,
         dtype=generation.dtype,
         max_context=generation.max_context,
+        keeps_partial=generation.partial_s > 0,
         trust_remote_code=trust_remote_code,
         startup_s=settings.liveness.startup_s,
         silence_s=generation.server_silence_s,

@@ -52,8 +52,10 @@ from workers.generation.engine import (
     EngineLoad,
     GenerationEngine,
     GenerationRequest,
+    Progress,
     Result,
     ResultQueue,
+    SampleKey,
     StopStrings,
 )
 
@@ -205,6 +207,10 @@ class SessionEngine:
             return session.request.failure((session.seat.sample,), ABORTED_UNSTARTED)
         made = session.conversation.transcript([end])
         return made.completion(session.request, session.seat.sample, FinishReason.ABORT, reward=None)
+
+    async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        """None: a conversation is its agent's, which goes with this worker."""
+        return []
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         await self._inner.load_weights(weights, tensors)

@@ -46,8 +46,10 @@ from workers.generation.engine import (
     EngineLoad,
     GenerationEngine,
     GenerationRequest,
+    Progress,
     Result,
     ResultQueue,
+    SampleKey,
 )
 
 if TYPE_CHECKING:
@@ -151,6 +153,10 @@ class EpisodeEngine:
             if episode.waits:
                 self._end(episode, episode.aborted())
         await self._inner.abort(groups)
+
+    async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        """None: an episode starts over elsewhere, and its environment with it."""
+        return []
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         await self._inner.load_weights(weights, tensors)

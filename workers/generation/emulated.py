@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
+from transport.rows.partial import NOTHING, clipped, joined
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     BASE_WEIGHTS,
@@ -35,8 +36,10 @@ from workers.generation.engine import (
     EngineInfo,
     EngineLoad,
     GenerationRequest,
+    Progress,
     Result,
     ResultQueue,
+    SampleKey,
 )
 from workers.weights.pull import WeightPuller
 
@@ -88,7 +91,11 @@ class EmulatedEngine:
         now_s = self._clock.now_s()
         for sample in request.samples:
             length = request.limit(sample)
-            self._batching.submit(Sample(request, sample, prompt_tokens, length, submitted_s=now_s))
+            begun = request.begun.get(sample, NOTHING)
+            spans = [(span.weights, span.end - span.start) for span in begun.spans]
+            self._batching.submit(
+                Sample(request, sample, prompt_tokens, length, now_s, generated=len(begun), spans=spans)
+            )
         self._want_boundary()
 
     async def results(self) -> list[Result]:
@@ -97,6 +104,25 @@ class EmulatedEngine:
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         self._aborted |= set(groups)
         self._want_boundary()
+
+    async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        batching, found = self._batching, list[Progress]()
+        steps = max(0, batching.steps_until(self._clock.now_s()) - 1) if batching.running else 0  # those that are done
+        for sample, weights in batching.so_far(min(steps, (batching.next_steps() or 1) - 1)):
+            spans, request = version_spans(weights), sample.request
+            key = (*request.key, sample.sample)
+            start, end = known.get(key, 0), spans[-1].end if spans else 0
+            if end > start:
+                found.append(
+                    Progress(
+                        key=key,
+                        start=start,
+                        token_ids=_tokens(sample, sample.length)[start:end],
+                        logprobs=np.full(end - start, LOGPROB, dtype=np.float32),
+                        spans=clipped(spans, start, end),
+                    )
+                )
+        return found
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Decoding stands still for ``load_s``; running samples then go on under the new weights."""
@@ -166,7 +192,7 @@ class EmulatedEngine:
 
     def _tell_of(self, sample: Sample[GenerationRequest], tokens: int) -> None:
         if (tell := sample.request.on_tokens) is not None and tokens:
-            tell(0, _ids(sample, tokens).tolist(), [LOGPROB] * tokens)
+            tell(0, _tokens(sample, tokens).tolist(), [LOGPROB] * tokens)
 
     def _stop_aborted(self) -> None:
         if not self._aborted:
@@ -181,29 +207,36 @@ class EmulatedEngine:
     def _complete(self, ended: Sample[GenerationRequest], reason: FinishReason) -> None:
         self._tell_of(ended, ended.generated)
         request, admitted_s = ended.request, ended.admitted_s or 0.0
-        self._tokens += ended.generated
-        spans: list[VersionSpan] = []
-        for weights, tokens in ended.spans:
-            start = spans[-1].end if spans else 0
-            spans.append(VersionSpan(start=start, end=start + tokens, weights=weights))
+        resumed = len(request.begun.get(ended.sample, NOTHING))
+        self._tokens += ended.generated - resumed
         completion = Completion(
             group_id=request.group_id,
             sample=ended.sample,
             attempt=request.attempt,
-            response_ids=_ids(ended, ended.generated),
+            response_ids=_tokens(ended, ended.length)[: ended.generated],
             logprobs=np.full(ended.generated, LOGPROB, dtype=np.float32),
             finish_reason=reason,
-            spans=tuple(spans),
+            spans=version_spans(ended.spans),
             queued_s=max(0.0, admitted_s - ended.submitted_s),
             engine_s=max(0.0, self._clock.now_s() - admitted_s),
+            resumed=resumed,
         )
         self._results.put(completion)
 
 
-def _ids(sample: Sample[GenerationRequest], tokens: int) -> NDArray[np.int32]:
-    """Its first ``tokens``, the same on whichever engine and attempt."""
-    random = np.random.default_rng((sample.request.sampling.seed, sample.sample))
-    return random.integers(0, VOCABULARY, size=tokens, dtype=np.int32)
+def _tokens(sample: Sample[GenerationRequest], count: int) -> NDArray[np.int32]:
+    """The same for a sample on whichever engine and attempt."""
+    seed = (sample.request.sampling.seed, sample.sample)
+    return np.random.default_rng(seed).integers(0, VOCABULARY, size=count, dtype=np.int32)
+
+
+def version_spans(weights: Iterable[tuple[WeightIdentity, int]]) -> tuple[VersionSpan, ...]:
+    """Of (weights, tokens) that follow one another."""
+    spans: tuple[VersionSpan, ...] = ()
+    for one, tokens in weights:
+        start = spans[-1].end if spans else 0
+        spans = joined(spans, (VersionSpan(start=start, end=start + tokens, weights=one),))
+    return spans
 
 
 # --- the link ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, Segment, VersionSpan, WeightIdentity
 from transport.rows.columns import loss_mask
+from transport.rows.partial import Beginning
 from workers.errors import EngineCrashedError, StreamError
 from workers.models import load_detokenizer
 
@@ -98,6 +99,8 @@ class GenerationRequest:
     it is, where each turn is a group of its own; "": that of the group's attempt.
     on_tokens: told on the engine's loop what is drawn of its one sample, as it comes: the place of the first of these
     tokens, ids, logprobs. They may be told again, from an earlier place on, where the sample is computed again.
+    begun: by sample, what it goes on from: computed again as if it were of the prompt, and part of its response, with
+    the logprobs and weights that it had. Shorter than the sample's limit, and no token of it ends the response.
     """
 
     group_id: GroupId
@@ -113,6 +116,7 @@ class GenerationRequest:
     keep: bool = False
     conversation: str = ""
     on_tokens: OnTokens | None = None
+    begun: Mapping[int, Beginning] = field(default_factory=dict[int, Beginning])
 
     @property
     def key(self) -> tuple[GroupId, int]:
@@ -166,6 +170,7 @@ class Completion:
     segments: who chose which tokens, in order, covering [0, R); none: the policy chose all.
     reward: what an environment gave, None where none did.
     branch_ends: of one that is several samples, where each ends in [0, R]; none: it is one.
+    resumed: first tokens that it went on from.
     """
 
     group_id: GroupId
@@ -180,6 +185,7 @@ class Completion:
     segments: tuple[Segment, ...] = ()
     reward: float | None = None
     branch_ends: tuple[int, ...] = ()
+    resumed: int = 0
 
     @property
     def policy_ids(self) -> list[int]:
@@ -200,6 +206,27 @@ class EngineFailure:
 
 
 Result: TypeAlias = Completion | EngineFailure
+
+SampleKey: TypeAlias = tuple[GroupId, int, int]
+"""Group, attempt, sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a running sample has got: tokens [start, start + N) of its response.
+
+    token_ids: [N] int32, N > 0.  logprobs: [N] float32.  spans: weights of each, in order, covering them.
+    """
+
+    key: SampleKey
+    start: int
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +273,12 @@ class GenerationEngine(Protocol):
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         """Stop these (group, attempt)s. Running samples come out with finish_reason "abort" and their partial tokens,
         waiting ones in an EngineFailure: every submitted sample comes out exactly once.
+        """
+        ...
+
+    async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        """What running samples have got beyond the first ``known`` tokens of each (of any other, all), as of now;
+        nothing of one that is about to end, or that an environment takes part in.
         """
         ...
 

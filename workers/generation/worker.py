@@ -3,6 +3,7 @@
     plans:<worker> ─► claim ─► engine ─► publish ─► row + RolloutFinished (+ the plan's ack with its last sample)
     control:<worker> ─► follow ─► engine: new weights between two steps, aborts
                         report ─► events: what is held, so that what was lost is found out
+                        keep   ─► partial:<group>: what running samples have got since, for whoever goes on with them
                         renew  ─► leases of the plans that are held
 
 Back-pressure: a plan is claimed only while fewer samples are at work than the engine's slots plus one group, so that a
@@ -17,10 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -37,6 +39,9 @@ from transport.contracts.messages import (
     Event,
     GroupPlan,
     LoadWeights,
+    PartialGroup,
+    PartialSample,
+    PartialTokens,
     RolloutFailed,
     RolloutFinished,
     RolloutInfo,
@@ -56,10 +61,11 @@ from transport.contracts.types import (
     is_evaluation,
     row_id,
 )
-from transport.errors import MessageError, first_error
+from transport.errors import MessageError, StreamError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
 from transport.rows.columns import RowStore, decode_array, encode_array, loss_mask
+from transport.rows.partial import NOTHING, Beginning, partial_append, read_beginnings
 from transport.tensors.relay import Relay
 from workers.generation.engine import (
     BASE_WEIGHTS,
@@ -68,7 +74,9 @@ from workers.generation.engine import (
     EngineInfo,
     GenerationEngine,
     GenerationRequest,
+    Progress,
     Result,
+    SampleKey,
 )
 from workers.generation.given import GivenResponses
 from workers.leases.lifecycle import Activity, Leases
@@ -82,15 +90,24 @@ WAIT_S = 1.0
 """How long one read waits: the longest time a loop is deaf to the end of its connection."""
 REPORT_S = 2.0
 """Between two reports: what was lost is found out within a few seconds, and the log stays readable."""
+LAST_KEEP_S = 1.0
+"""For a worker that is told to leave: what its samples have got is kept by then, or as it was kept before."""
 
 
 # --- the plans that are held ------------------------------------------------------------------------------------------
 
 
+class KeptTokens(NamedTuple):
+    end: int
+    oldest: WeightIdentity
+    newest: WeightIdentity
+
+
 @dataclass(slots=True, kw_only=True)
 class HeldPlan:
     """One claimed plan. to_come: samples that have no result yet.  aborted: the rest of them is not wanted.
-    prompt_tokens: of its prompt, once that was read.
+    prompt_tokens: of its prompt, once that was read.  kept: by sample, how many of its tokens are on the group's log,
+    and the oldest and newest weights of them.
     """
 
     entry_id: str
@@ -98,6 +115,7 @@ class HeldPlan:
     to_come: set[int]
     aborted: bool = False
     prompt_tokens: int = 0
+    kept: dict[int, KeptTokens] = field(default_factory=dict[int, KeptTokens])
 
     @property
     def key(self) -> tuple[GroupId, int]:
@@ -156,6 +174,10 @@ class HeldPlans:
         return plans
 
     @property
+    def all(self) -> tuple[HeldPlan, ...]:
+        return tuple(self._held.values())
+
+    @property
     def group_ids(self) -> tuple[GroupId, ...]:
         return tuple(dict.fromkeys(held.plan.group_id for held in self._held.values()))
 
@@ -171,6 +193,7 @@ class HeldPlans:
 def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> RowWrite:
     """The row of one finished sample, and the event that reports it if the row is new."""
     num_tokens = len(completion.response_ids)
+    weights = [span.weights for span in completion.spans]  # not in order, where an older worker went on with a sample
     info = RolloutInfo(
         worker_id=worker_id,
         finish_reason=completion.finish_reason,
@@ -182,6 +205,7 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
         engine_s=completion.engine_s,
         segments=completion.segments,
         reward=completion.reward,
+        resumed_tokens=completion.resumed,
     )
     columns = {
         Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, completion.response_ids),
@@ -192,19 +216,19 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
         columns[Column.LOSS_MASK] = encode_array(Column.LOSS_MASK, loss_mask(completion.segments))
     if completion.branch_ends:
         columns[Column.BRANCH_ENDS] = encode_array(Column.BRANCH_ENDS, completion.branch_ends)
-    versions = [span.weights for span in completion.spans]
     row = row_id(completion.group_id, completion.sample)
     finished = RolloutFinished(
         row_id=row,
         worker_id=worker_id,
         response_tokens=num_tokens,
         finish_reason=completion.finish_reason,
-        oldest=min(versions),
-        newest=max(versions),
+        oldest=min(weights),
+        newest=max(weights),
         num_bytes=sum(map(len, columns.values())),
         queued_s=completion.queued_s,
         engine_s=completion.engine_s,
         environment_tokens=info.environment_tokens,
+        resumed_tokens=completion.resumed,
     )
     append = event_append(
         finished,
@@ -216,6 +240,24 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
         finish=completion.finish_reason.value,
     )
     return RowWrite(row_id=row, columns=columns, on_insert=(append,))
+
+
+def partial_tokens(got: Progress) -> PartialTokens:
+    _, attempt, sample = got.key
+    return PartialTokens(
+        sample=sample,
+        attempt=attempt,
+        start=got.start,
+        token_ids=encode_array(Column.RESPONSE_IDS, got.token_ids),
+        logprobs=encode_array(Column.ROLLOUT_LOGPROBS, got.logprobs),
+        spans=got.spans,
+    )
+
+
+def kept_tokens(got: Progress, before: KeptTokens | None) -> KeptTokens:
+    """What is on the log once ``got`` is, after ``before``."""
+    weights = [span.weights for span in got.spans] + ([before.oldest, before.newest] if before else [])
+    return KeptTokens(got.end, min(weights), max(weights))
 
 
 def failure_append(failure: EngineFailure, worker_id: WorkerId) -> Append:
@@ -320,6 +362,7 @@ class GenerationWorker:
                     "follow": self._follow(),
                     "prefetch": self._updates.prefetch(),
                     "report": self._report(),
+                    "keep": self._keep(),
                     "renew": self._leases.keep(self._stop),
                 }
                 loops = [group.create_task(loop, name=name) for name, loop in named.items()]
@@ -328,6 +371,11 @@ class GenerationWorker:
                     loop.cancel()
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
+        except asyncio.CancelledError:
+            with contextlib.suppress(TimeoutError, StreamError):
+                async with asyncio.timeout(LAST_KEEP_S):
+                    await self._keep_once()
+            raise
         finally:
             if self._relay is not None:
                 await asyncio.to_thread(self._relay.close)
@@ -403,7 +451,7 @@ class GenerationWorker:
                     raise MessageError("the broker does not have it")
                 held.prompt_tokens = len(prompt_ids)
                 if self._given is None or is_evaluation(held.plan.group_id):
-                    self._submit(held, prompt_ids, group)
+                    self._submit(held, prompt_ids, group, await self._begun(held.plan))
                 else:
                     entry = group.get(Column.TASK_ENTRY, b"")
                     written += self._completions(held, entry, self._given)
@@ -416,12 +464,36 @@ class GenerationWorker:
         plan, weights = held.plan, self._updates.served or BASE_WEIGHTS
         return [given.completion(plan.group_id, sample, plan.attempt, entry, weights) for sample in plan.samples]
 
-    def _submit(self, held: HeldPlan, prompt_ids: NDArray[np.int32], group: Mapping[Column, bytes]) -> None:
+    async def _begun(self, plan: GroupPlan) -> dict[int, Beginning]:
+        """What samples of the plan go on from, as far as the log of the group still has it: one that it does not have,
+        or not as the plan says, starts over."""
+        if not plan.partial:
+            return {}
+        assert self._info is not None  # nothing is claimed before the engine has started
+        vocabulary = self._info.vocab_size
+        left = await read_beginnings(self._broker, plan.group_id, before=plan.attempt)
+        begun: dict[int, Beginning] = {}
+        for sample in plan.partial:
+            beginning = left.get(sample.sample, NOTHING)
+            known = sample.sample in plan.samples and len(beginning) and beginning.oldest == sample.oldest
+            if known and beginning.token_ids.min() >= 0 and beginning.token_ids.max() < vocabulary:
+                begun[sample.sample] = beginning
+        log.info("goes on", group=plan.group_id, samples=len(begun), tokens=sum(map(len, begun.values())))
+        return begun
+
+    def _submit(
+        self,
+        held: HeldPlan,
+        prompt_ids: NDArray[np.int32],
+        group: Mapping[Column, bytes],
+        begun: Mapping[int, Beginning],
+    ) -> None:
         plan = held.plan
         sampling = plan.sampling or self._settings.sampling.params
         if plan.sampling is None and is_evaluation(plan.group_id):
             sampling = replace(sampling, temperature=self._settings.eval.temperature)
-        self._engine.submit(
+        self._submit_request(
+            held,
             GenerationRequest(
                 group_id=plan.group_id,
                 prompt_ids=prompt_ids,
@@ -437,8 +509,21 @@ class GenerationWorker:
                 limits=self._lengths.limits(plan.group_id, plan.samples) if self._lengths else (),
                 prompt_text=group.get(Column.PROMPT_TEXT, b"").decode(errors="replace"),
                 entry=group.get(Column.TASK_ENTRY, b""),
-            )
+            ),
+            begun,
         )
+
+    def _submit_request(self, held: HeldPlan, request: GenerationRequest, begun: Mapping[int, Beginning]) -> None:
+        """Each sample goes on from its beginning, whose end is sampled again where it would be a whole response."""
+        ends = () if request.sampling.ignore_eos else request.sampling.stop_token_ids
+        cut: dict[int, Beginning] = {}
+        for sample, beginning in begun.items():
+            stops = np.flatnonzero(np.isin(beginning.token_ids, ends)).tolist()
+            if used := beginning.cut(min([request.limit(sample) - 1, *stops])):
+                cut[sample] = used
+                newest = max(span.weights for span in used.spans)
+                held.kept[sample] = KeptTokens(len(used), used.oldest, newest)
+        self._engine.submit(dataclasses.replace(request, begun=cut))
 
     async def _end(self, held: HeldPlan, reason: str = "") -> None:
         """Acknowledge a plan that never started, and say why where its samples are waited for."""
@@ -464,6 +549,9 @@ class GenerationWorker:
         faults.point("generate.row_committed")
         self._samples += len(commit.rows)
         self._release(finished)
+        for held in finished:
+            if held.kept:  # else it goes with the group
+                await self._broker.delete_stream(keys.partial(held.plan.group_id))
 
     def _publication(self, results: Sequence[Result]) -> tuple[Commit, list[HeldPlan]]:
         """Everything that is ready, in one commit, with the ack of each plan that it finishes; those plans.
@@ -525,17 +613,62 @@ class GenerationWorker:
     async def _report(self) -> None:
         """Say what is held, forever. The snapshot is taken before its append, and a plan leaves it after its commit."""
         while True:
-            report = WorkerReported(
-                worker_id=self._worker_id,
-                held=self._plans.group_ids,
-                plans_cursor=self._plans.cursor,
-                weights=self._updates.served,
-                capacity=self._engine.load().capacity,
-            )
-            await self._report_event(
-                report, held=len(report.held), cursor=report.plans_cursor, weights=str(report.weights)
-            )
+            await self._broker.commit(Commit(appends=[self._held_append()]))
             await asyncio.sleep(REPORT_S)
+
+    def _held_append(self, partial: Sequence[PartialGroup] = ()) -> Append:
+        report = WorkerReported(
+            worker_id=self._worker_id,
+            held=self._plans.group_ids,
+            plans_cursor=self._plans.cursor,
+            weights=self._updates.served,
+            capacity=self._engine.load().capacity,
+            partial=tuple(partial),
+        )
+        fields = {"held": len(report.held), "cursor": report.plans_cursor, "weights": str(report.weights)}
+        return event_append(report, worker=self._worker_id, **fields)
+
+    # -- what running samples have got, kept for whoever goes on with them
+
+    async def _keep(self) -> None:
+        """Forever, or not at all."""
+        period_s = self._settings.generation.partial_s
+        while period_s:
+            await asyncio.sleep(period_s)
+            await self._keep_once()
+        await asyncio.Event().wait()
+
+    async def _keep_once(self) -> None:
+        """In one commit with the report of it, so that the core never counts on tokens that are nowhere."""
+        held = {held.key: held for held in self._plans.all if not held.aborted and held.to_come}
+        if not held or not self._settings.generation.partial_s:
+            return
+        known = {(*key, sample): kept.end for key, plan in held.items() for sample, kept in plan.kept.items()}
+        news: dict[SampleKey, KeptTokens] = {}
+        appends: list[Append] = []
+        reported: dict[tuple[GroupId, int], list[PartialSample]] = {}
+        for got in await self._engine.progress(known):
+            group_id, attempt, sample = got.key
+            plan = held.get((group_id, attempt))
+            if plan is None or sample not in plan.to_come or is_evaluation(group_id):
+                continue  # it ended meanwhile, or starts over in any case
+            before = plan.kept.get(sample)
+            kept = news[got.key] = kept_tokens(got, before)
+            appends.append(partial_append(group_id, partial_tokens(got)))
+            if before is None or (before.oldest, before.newest) != (kept.oldest, kept.newest):
+                of_plan = reported.setdefault(plan.key, [])
+                of_plan.append(PartialSample(sample=sample, oldest=kept.oldest, newest=kept.newest))
+        if not appends:
+            return
+        groups = [
+            PartialGroup(group_id=group_id, attempt=attempt, samples=tuple(samples))
+            for (group_id, attempt), samples in reported.items()
+        ]
+        appends += [self._held_append(groups)] if groups else []
+        await self._broker.commit(Commit(appends=appends))
+        faults.point("generate.kept")
+        for (group_id, attempt, sample), kept in news.items():
+            held[group_id, attempt].kept[sample] = kept
 
     async def _stop(self, entry_ids: Collection[str]) -> None:
         """Stop working on what was given to another worker."""

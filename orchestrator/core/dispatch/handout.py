@@ -310,7 +310,7 @@ def observe_speed(p: Pipeline, event: RolloutFinished) -> None:
     in_flight = min(worker.capacity, worker.in_flight)
     batch = (p.plans.limits.get(worker.worker_id, in_flight) + in_flight) / 2
     context = batch * (group.prompt_tokens + event.response_tokens / 2)
-    expected_s = event.policy_tokens * p.settings.decode_cost.step_s(batch, context)
+    expected_s = event.sampled_tokens * p.settings.decode_cost.step_s(batch, context)
     p.plans.observe_slowdown(worker.worker_id, event.engine_s, expected_s)
 
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from orchestrator.core.model.outbox import AdmissionKey, CommandId
-from transport.contracts.messages import PromptRef
+from transport.contracts.messages import PartialSample, PromptRef
 from transport.contracts.types import GroupId, PromptId, SamplingParams, WorkerId
 
 MISSING = -1
@@ -101,6 +101,7 @@ class Group(msgspec.Struct, kw_only=True):
     oldest_version: of the oldest weights that any of its samples was started under.
     sampling: how its request, or its set of held-out problems, wants it sampled, None: as the settings say.
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where it is not known.
+    partial: by sample, what its attempts have put on its log of samples without a row.
     rank: of the trainer, that got it last.
     num_tokens: prompt once + responses.  loss_tokens: what the policy chose of the responses.  Both are set when it was
     scored.
@@ -135,6 +136,7 @@ class Group(msgspec.Struct, kw_only=True):
     sampling: SamplingParams | None = None
     predicted_sigma: float = 0.0
     rank: int = 0
+    partial: dict[int, PartialSample] = msgspec.field(default_factory=dict[int, PartialSample])
 
     @classmethod
     def of(

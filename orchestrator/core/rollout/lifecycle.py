@@ -31,7 +31,7 @@ from orchestrator.core.model.groups import (
 )
 from orchestrator.core.model.outbox import AbortKey, AdmissionKey, DispatchKey, parse_entry_id
 from orchestrator.core.model.pipeline import Deadline, Pipeline
-from orchestrator.core.model.staleness import may_dispatch
+from orchestrator.core.model.staleness import may_dispatch, may_resume
 from orchestrator.core.model.workers import Worker
 from transport.contracts.messages import (
     EVALUATION,
@@ -41,6 +41,7 @@ from transport.contracts.messages import (
     GroupAdmitted,
     GroupPlan,
     GroupScored,
+    PartialSample,
     RolloutFailed,
     RolloutFinished,
     RowsMissing,
@@ -145,7 +146,9 @@ def start(p: Pipeline, group: Group, worker: Worker) -> None:
     group.started_s = p.now_s
     version = worker.loaded.version if worker.loaded else 0
     fresh = group.num_missing == len(group.tokens)  # else rows that are there keep theirs
-    group.oldest_version = version if fresh else min(group.oldest_version, version)
+    partial = resumed(p, group)
+    versions = (version, *(sample.oldest.version for sample in partial))
+    group.oldest_version = min(versions) if fresh else min(group.oldest_version, *versions)
     plan = GroupPlan(
         group_id=group.group_id,
         batch=EVALUATION if group.lane is EVAL else group.batch,
@@ -156,9 +159,27 @@ def start(p: Pipeline, group: Group, worker: Worker) -> None:
         priority=plan_priority(group),
         attempt=group.attempt,
         sampling=group.sampling,
+        partial=partial,
     )
     command = DispatchGroups(worker_id=group.worker_id, plans=(plan,))
     group.dispatched = p.outbox.emit_until(DispatchKey(group.group_id), command)
+
+
+def resumed(p: Pipeline, group: Group) -> tuple[PartialSample, ...]:
+    """Samples of ``group`` that go on from what earlier attempts left of them; the others start over.
+
+    An answer of an evaluation is always started over: another attempt at it is another group.
+    """
+    if not group.partial or group.lane is EVAL:
+        return ()
+    trained = group.lane is TRAIN and not group.sent
+    limit = p.settings.max_staleness if trained else None
+    group.partial = {
+        number: sample
+        for number, sample in sorted(group.partial.items())
+        if group.lacks(number) and may_resume(group.batch, sample.oldest, sample.newest, p.lineage, limit)
+    }
+    return tuple(group.partial.values())
 
 
 def mark_exchangeable(p: Pipeline, group: Group) -> None:
@@ -276,6 +297,7 @@ class GroupLane:
         if runs:
             p.fleet.workers[group.worker_id].subtract(group, 1)
         group.tokens[sample] = event.response_tokens
+        group.partial.pop(sample, None)
         group.num_missing -= 1
         group.deaths = group.all_deaths = 0
         group.newest_version = max(group.newest_version, event.newest.version)
@@ -298,6 +320,8 @@ class GroupLane:
     # -- failures
 
     def failed(self, group: Group, event: RolloutFailed) -> None:
+        for sample in event.samples:  # what it has so far may be why
+            group.partial.pop(sample, None)
         if event.retryable or group.sent:
             self.retry(group, event.reason, exclude_worker=True, abort="another of its samples failed")
         else:
@@ -406,10 +430,21 @@ class Lifecycle:
         held = frozenset(event.held)
         for group_id in [group_id for group_id in worker.aborting if group_id not in held]:
             _forget_abort(self._p, worker, group_id)  # the abort is done
+        self._note_partial(worker, event)
         claimed = parse_entry_id(event.plans_cursor)
         for group in [self._p.groups[group_id] for group_id in worker.groups if group_id not in held]:
             if group.dispatched <= claimed:
                 self._lanes[group.lane].retry(group, f"{worker.worker_id} lost it")
+
+    def _note_partial(self, worker: Worker, event: WorkerReported) -> None:
+        """Beginnings of samples are on their groups' logs. Those of an attempt that was taken back come too late."""
+        for kept in event.partial:
+            group = self._p.live(kept.group_id)
+            if group is None or (group.worker_id, group.attempt) != (worker.worker_id, kept.attempt):
+                continue
+            for sample in kept.samples:
+                if group.lacks(sample.sample):
+                    group.partial[sample.sample] = sample
 
     def expire(self) -> None:
         p = self._p

@@ -166,7 +166,8 @@ async def publish_status(
     usage = UsageWindow()
     dead, given_up = 0, ""
     while True:
-        queues = await broker.streams()
+        streams = await broker.streams()
+        queues = {name: length for name, length in streams.items() if not name.startswith(keys.PARTIAL_PREFIX)}
         watchdog.pending = msgspec.json.decode(await broker.get_meta(keys.PENDING) or b"{}", type=dict[str, str])
         if queues.get(keys.DEAD, 0) != dead:
             dead, letters = queues.get(keys.DEAD, 0), await broker.dead_letters(count=1)

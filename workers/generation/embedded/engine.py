@@ -38,8 +38,10 @@ from workers.generation.engine import (
     EngineInfo,
     EngineLoad,
     GenerationRequest,
+    Progress,
     Result,
     ResultQueue,
+    SampleKey,
     StopStrings,
 )
 from workers.models import check_model_dir, choose_device, multiplies_bf16
@@ -174,6 +176,16 @@ class EmbeddedEngine:
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         await self._call(lambda decoder: decoder.abort(frozenset(groups)))
+
+    async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        found: list[Progress] = []
+
+        def look(decoder: SlotDecoder) -> list[Result]:
+            found.extend(decoder.progress(known))
+            return []
+
+        await self._call(look)
+        return found
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsMismatchError, and then the old weights are as they were."""

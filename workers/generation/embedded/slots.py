@@ -32,13 +32,16 @@ from numpy.typing import NDArray
 
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
+from transport.rows.partial import NOTHING, Beginning, clipped
 from workers.generation.embedded.forward import LoadedModel, PromptSegment, SlotKV, StepBatch
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     NO_STOPS,
     Completion,
     GenerationRequest,
+    Progress,
     Result,
+    SampleKey,
     StopStrings,
 )
 
@@ -165,13 +168,25 @@ MAX_PREFILL_TOKENS = 2048
 @dataclass(slots=True, kw_only=True)
 class WaitingGroup:
     """A group with samples that have no slot yet. samples: those, in order.  kept: of its prompt, once it was computed:
-    keys and values, and the logits [1, V] of its last token.
+    keys and values, and the logits [1, V] of its last token.  begun: what its one sample goes on from, as if that were
+    of the prompt.
     """
 
     request: GenerationRequest
     samples: list[int]
     queued_at_s: float
     kept: tuple[Sequence[torch.Tensor], torch.Tensor] | None = None
+    begun: Beginning = NOTHING
+
+    @property
+    def input_ids(self) -> NDArray[np.int32]:
+        """What is computed before its first draw."""
+        prompt = self.request.prompt_ids
+        return np.concatenate([prompt, self.begun.token_ids]) if len(self.begun) else prompt
+
+    @property
+    def input_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.begun)
 
 
 class WaitingGroups:
@@ -289,7 +304,8 @@ class KeptTurns:
 @dataclass(slots=True, kw_only=True)
 class RunningSample:
     """One sample in a slot. limit: new tokens.  spans: (first token, weights), one more at each change of weights.
-    weights: at its admission.  unfed: last tokens of its prompt that no step has computed yet.
+    weights: at its admission.  unfed: last tokens of its prompt that no step has computed yet.  resumed: tokens that it
+    went on from.
     """
 
     request: GenerationRequest
@@ -299,6 +315,7 @@ class RunningSample:
     admitted_at_s: float
     weights: WeightIdentity
     unfed: int = 0
+    resumed: int = 0
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[tuple[int, WeightIdentity]] = field(default_factory=list[tuple[int, WeightIdentity]])
@@ -325,8 +342,24 @@ class RunningSample:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
 
-    def completion(self, reason: FinishReason, now_s: float) -> Completion:
+    def version_spans(self) -> tuple[VersionSpan, ...]:
         ends = [start for start, _ in self.spans[1:]] + [len(self.token_ids)]
+        return tuple(
+            VersionSpan(start=start, end=end, weights=weights)
+            for (start, weights), end in zip(self.spans, ends, strict=True)
+        )
+
+    def progress(self, start: int) -> Progress:
+        """From its token ``start`` on, of which there are more."""
+        return Progress(
+            key=(*self.request.key, self.sample),
+            start=start,
+            token_ids=np.array(self.token_ids[start:], dtype=np.int32),
+            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
+            spans=clipped(self.version_spans(), start, len(self.token_ids)),
+        )
+
+    def completion(self, reason: FinishReason, now_s: float) -> Completion:
         return Completion(
             group_id=self.request.group_id,
             sample=self.sample,
@@ -334,12 +367,10 @@ class RunningSample:
             response_ids=np.array(self.token_ids, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             finish_reason=reason,
-            spans=tuple(
-                VersionSpan(start=start, end=end, weights=weights)
-                for (start, weights), end in zip(self.spans, ends, strict=True)
-            ),
+            spans=self.version_spans(),
             queued_s=self.queued_s,
             engine_s=now_s - self.admitted_at_s,
+            resumed=self.resumed,
         )
 
 
@@ -421,8 +452,21 @@ class SlotDecoder:
         if reason:
             return [request.failure(request.samples, reason, retryable=False)]
         now_s = self._clock.now_s()
-        self._waiting.push(WaitingGroup(request=request, samples=list(request.samples), queued_at_s=now_s))
+        for sample, begun in request.begun.items():
+            self._waiting.push(WaitingGroup(request=request, samples=[sample], queued_at_s=now_s, begun=begun))
+        fresh = [sample for sample in request.samples if sample not in request.begun]
+        if fresh:
+            self._waiting.push(WaitingGroup(request=request, samples=fresh, queued_at_s=now_s))
         return []
+
+    def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        """As GenerationEngine.progress. A turn that may be continued is of an episode, which keeps its own."""
+        found: list[Progress] = []
+        for running in self._running:
+            start = known.get((*running.request.key, running.sample), 0)
+            if len(running.token_ids) > start and not running.request.keep:
+                found.append(running.progress(start))
+        return found
 
     def abort(self, keys: Collection[tuple[GroupId, int]]) -> list[Result]:
         """Stop these (group, attempt)s: running samples come out with what they have, waiting ones as a failure."""
@@ -503,6 +547,8 @@ class SlotDecoder:
         """The next free slot is this sample's."""
         request, now_s = group.request, self._clock.now_s()
         drawn, stream = request.sampling, stream_key(request.sampling.seed, sample)
+        begun = group.begun
+        generated += len(begun)
         row = (drawn.temperature, drawn.top_p, drawn.top_k, stream, len(request.prompt_ids), generated, last_token)
         self._table[len(self._running)] = row
         self._running.append(
@@ -514,6 +560,10 @@ class SlotDecoder:
                 admitted_at_s=now_s,
                 weights=self.weights,
                 unfed=unfed,
+                resumed=len(begun),
+                token_ids=begun.token_ids.tolist(),
+                logprobs=begun.logprobs.tolist(),
+                spans=[(span.start, span.weights) for span in begun.spans],
             )
         )
 
@@ -522,7 +572,7 @@ class SlotDecoder:
         admitted: list[_Admission] = []
         prefill_tokens = 0
         while len(self._running) < self.slots and (group := self._waiting.first()) is not None:
-            prefill_tokens += len(group.request.prompt_ids) if group.kept is None else 0
+            prefill_tokens += group.input_tokens if group.kept is None else 0
             if self._kept.begins(group.request) or (prefill_tokens > MAX_PREFILL_TOKENS and admitted):
                 break
             first = len(self._running)
@@ -536,7 +586,7 @@ class SlotDecoder:
         kept = [admission for admission in admitted if admission.group.kept is not None]
         fresh = [admission for admission in admitted if admission.group.kept is None]
         batch = self._batch(num_decode, fresh)
-        prompts = [len(admission.group.request.prompt_ids) for admission in admitted]
+        prompts = [admission.group.input_tokens for admission in admitted]
         self._kv.reserve(max(batch.max_tokens, *prompts, 0), num_decode)
         # Only the started group can have a kept prompt, and it is admitted first: its slots precede the fresh ones.
         parts: list[torch.Tensor] = []
@@ -563,7 +613,7 @@ class SlotDecoder:
         positions = running["prompt_tokens"] + running["generated"] - 1
         tokens, places, segments, start = [running["last_token"]], [positions], list[PromptSegment](), num_decode
         for admission in fresh:
-            prompt = admission.group.request.prompt_ids.astype(np.int64)
+            prompt = admission.group.input_ids.astype(np.int64)
             tokens.append(prompt)
             places.append(np.arange(len(prompt)))
             segments.append(PromptSegment(start=start, stop=start + len(prompt), slots=admission.slots))

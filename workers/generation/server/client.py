@@ -52,8 +52,8 @@ class ServerSettings:
     directory: the model.  log: where a server of our own writes.  url, key: of a server elsewhere; empty: our own.
     gpus: that it splits the model over.  gpu_share: of their memory, that it may use; 1: what it takes by itself.
     command: program and first arguments of our own server.  slots: samples at once.  stop: texts that end one.
-    max_context: tokens, 0: the model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it
-    hangs.  request_s: of one sample.
+    max_context: tokens, 0: the model's.  keeps_partial: what a sample has got is asked for while it runs.
+    startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one sample.
     """
 
     directory: Path
@@ -67,6 +67,7 @@ class ServerSettings:
     stop: Sequence[str] = ()
     dtype: str = "bfloat16"
     max_context: int = 0
+    keeps_partial: bool = False
     trust_remote_code: bool = False
     startup_s: float = 300.0
     silence_s: float = 30.0

@@ -20,7 +20,16 @@ from transport.contracts.types import GroupId, WeightIdentity
 from transport.errors import PeerUnavailableError, first_error
 from transport.process.clock import Clock
 from workers.errors import EngineHungError, ServerAnswerError, ServerUnavailableError, WeightsMismatchError
-from workers.generation.engine import EngineInfo, EngineLoad, GenerationRequest, Result, ResultQueue, StopStrings
+from workers.generation.engine import (
+    EngineInfo,
+    EngineLoad,
+    GenerationRequest,
+    Progress,
+    Result,
+    ResultQueue,
+    SampleKey,
+    StopStrings,
+)
 from workers.generation.server.client import UPDATE_S, ServerKind, ServerSettings
 from workers.generation.server.sender import SampleSender
 from workers.generation.server.sglang import SGLANG
@@ -62,7 +71,9 @@ class ServerEngine:
         self._settings = settings
         self.server = ServerUpkeep(kind, settings, clock)
         self._results = ResultQueue()
-        self.sender = SampleSender(self.server, self._results, settings.slots, clock)
+        self.sender = SampleSender(
+            self.server, self._results, settings.slots, clock, keeps_partial=settings.keeps_partial
+        )
         self._updating = asyncio.Lock()
         self._changing = asyncio.Lock()  # of the server: its weights, or the server itself
 
@@ -97,6 +108,9 @@ class ServerEngine:
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         await self.sender.abort(frozenset(groups))
+
+    async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        return self.sender.progress(known)
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsMismatchError, PeerUnavailableError (the server cannot get them): it serves what it served."""

@@ -21,7 +21,7 @@ import bisect
 import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +30,7 @@ import numpy as np
 
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
+from transport.rows.partial import NOTHING, Beginning, clipped, joined
 from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
@@ -39,7 +40,9 @@ from workers.generation.engine import (
     EngineFailure,
     EngineLoad,
     GenerationRequest,
+    Progress,
     ResultQueue,
+    SampleKey,
 )
 from workers.generation.server.client import BASE_LABEL, CHUNK_AT_END, Chunk, SampleRequest, ServedSpan
 from workers.generation.server.upkeep import ServerUpkeep
@@ -54,6 +57,9 @@ STOP_TOKENS = 32
 """Between two looks for a stop string: as many may be generated in vain; SGLang says all tokens again in each chunk."""
 STREAM_TOKENS = 4
 """Between two chunks of a sample whose tokens are wanted as they come, for the same reason."""
+PARTIAL_TOKENS = 256
+"""Between two chunks of a sample whose tokens are kept: a few seconds of a large model, and with SGLang, which says all
+tokens again in each, 80 chunks of 10,000 tokens on average for one of 20,000."""
 STUCK_S = 3.0
 """A sample that has not started by then waits for memory: prompts take less."""
 KNOWN_LABELS = 256
@@ -81,6 +87,7 @@ class QueuedGroup:
 class SentSample:
     """A sample at the server. rid: of this sending.  label: weights at that time.  withdrawn: called back to be sent
     anew.  aborted: called off for good.  ends_at: tokens with which a stop string ends it; what the server adds is cut.
+    latest: its last chunk.
     """
 
     group: QueuedGroup
@@ -93,6 +100,12 @@ class SentSample:
     withdrawn: bool = False
     aborted: bool = False
     ends_at: int | None = None
+    latest: Chunk = field(default_factory=lambda: Chunk(token_ids=[]))
+
+    @property
+    def begun(self) -> Beginning:
+        """What it goes on from: to the server, the end of its prompt."""
+        return self.group.request.begun.get(self.sample, NOTHING)
 
     def failure(self, reason: str, *, retryable: bool = True) -> EngineFailure:
         return self.group.request.failure((self.sample,), reason, retryable=retryable)
@@ -180,10 +193,20 @@ class SampleSender:
     """Of one engine. capacity: samples at once.  lost: why the server is, "" while it is not.  wake: set when the
     server should be looked at.  recomputed: samples that an update sent again although they had started.
     stops: strings that end a sample, which is looked at every STOP_TOKENS and then called off.
+    keeps_partial: a sample says every PARTIAL_TOKENS what it has got.
     """
 
-    def __init__(self, server: ServerUpkeep, results: ResultQueue, capacity: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        server: ServerUpkeep,
+        results: ResultQueue,
+        capacity: int,
+        clock: Clock,
+        *,
+        keeps_partial: bool = False,
+    ) -> None:
         self._server = server
+        self._chunk_tokens = PARTIAL_TOKENS if keeps_partial else CHUNK_AT_END
         self._results = results
         self._clock = clock
         self.recomputed = self._tokens = self._cached_tokens = 0
@@ -214,6 +237,34 @@ class SampleSender:
         for sent in meant:
             sent.aborted = True
         await self._call_off(meant)
+
+    def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
+        """As GenerationEngine.progress, of what the last chunk of each sample said."""
+        found: list[Progress] = []
+        for sent in self._queue.sent.values():
+            chunk, key = sent.latest, (*sent.group.request.key, sent.sample)
+            start = known.get(key, 0)
+            if sent.ends_at is not None or chunk.finish_reason or len(sent.begun) + len(chunk.token_ids) <= start:
+                continue
+            if not chunk.spans and sent.label != self._server.label:
+                continue  # it went on under newer weights, and only its last chunk will say from where
+            spans = chunk.spans or [ServedSpan(version=sent.label, start=0, end=len(chunk.token_ids))]
+            try:
+                whole = completion(
+                    sent, replace(chunk, spans=spans, finish_reason=FinishReason.ABORT), self._known, 0.0
+                )
+            except BadAnswerError:
+                continue  # its last chunk will tell
+            found.append(
+                Progress(
+                    key=key,
+                    start=start,
+                    token_ids=whole.response_ids[start:],
+                    logprobs=whole.logprobs[start:],
+                    spans=clipped(whole.spans, start, len(whole.response_ids)),
+                )
+            )
+        return found
 
     def load(self) -> EngineLoad:
         self._keep_time()
@@ -315,18 +366,22 @@ class SampleSender:
             request = sent.group.request
             stops = NO_STOPS if request.sampling.ignore_eos else self.stops | request.stops
             tell, num_told = request.on_tokens, 0
-            asked = sample_request(sent, STREAM_TOKENS if tell is not None else STOP_TOKENS if stops else CHUNK_AT_END)
+            chunk_tokens = STREAM_TOKENS if tell is not None else STOP_TOKENS if stops else self._chunk_tokens
+            asked = sample_request(sent, chunk_tokens)
+            begun = sent.begun.token_ids.tolist()
             async with aclosing(self._server.client.generate(asked)) as chunks:
                 async for chunk in chunks:
-                    checked, last = len(last.token_ids), chunk
+                    checked, last = len(begun) + len(last.token_ids), chunk
+                    sent.latest = chunk
                     if sent.started_at_s is None and chunk.token_ids:
                         self._queue.started(sent, self._clock.now_s())
                         self._moved.set()
                         self.send()
                         if sent.aborted:  # the server may not have known it yet when the abort came
                             await self._call_off([sent])
-                    if sent.ends_at is None and (end := stops.end(chunk.token_ids, checked)) is not None:
-                        sent.ends_at = end
+                    end = stops.end(begun + chunk.token_ids, checked) if stops and sent.ends_at is None else None
+                    if end is not None:
+                        sent.ends_at = end - len(begun)
                         if not chunk.finish_reason:
                             await self._call_off([sent])  # and read on: only the last chunk says all of its weights
                     end = len(chunk.token_ids) if sent.ends_at is None else sent.ends_at
@@ -374,7 +429,7 @@ class SampleSender:
             self._failed(sent, str(error), strike=True)
             return
         self._strikes = 0
-        self._tokens += len(result.response_ids)
+        self._tokens += len(chunk.token_ids)
         self._cached_tokens += chunk.cached_tokens
         self._queue.ended(sent)
         self._results.put(result)
@@ -424,15 +479,17 @@ class BadAnswerError(ValueError):
 
 
 def sample_request(sent: SentSample, chunk_tokens: int = CHUNK_AT_END) -> SampleRequest:
-    """Each sample of a group gets a stream of random numbers of its own."""
-    request = sent.group.request
-    seed = np.random.SeedSequence((request.sampling.seed, sent.sample)).generate_state(1)[0]
+    """Each sample of a group gets a stream of random numbers of its own, and another one where it goes on."""
+    request, begun = sent.group.request, sent.begun
+    words = (request.sampling.seed, sent.sample, *([len(begun)] if len(begun) else []))
+    seed = np.random.SeedSequence(words).generate_state(1)[0]
+    ids = [*request.prompt_ids.tolist(), *begun.token_ids.tolist()]
     return SampleRequest(
         rid=sent.rid,
-        prompt=sent.group.prompt,
+        prompt=msgspec.Raw(msgspec.json.encode(ids)) if len(begun) else sent.group.prompt,
         label=sent.label,
         sampling=request.sampling,
-        max_new_tokens=request.limit(sent.sample),
+        max_new_tokens=request.limit(sent.sample) - len(begun),
         seed=int(seed) >> (32 - SEED_BITS),
         priority=request.priority,
         chunk_tokens=chunk_tokens,
@@ -454,7 +511,7 @@ def cut(chunk: Chunk, tokens: int) -> Chunk:
 
 
 def completion(sent: SentSample, chunk: Chunk, known: dict[str, WeightIdentity], now_s: float) -> Completion:
-    """known: weights by label. Raises BadAnswerError."""
+    """What it went on from, and ``chunk`` behind it. known: weights by label. Raises BadAnswerError."""
     if chunk.finish_reason not in _REASONS:
         raise BadAnswerError("it says nothing of how the sample ended")
     started_at_s = now_s if sent.started_at_s is None else sent.started_at_s
@@ -465,16 +522,22 @@ def completion(sent: SentSample, chunk: Chunk, known: dict[str, WeightIdentity],
     logprobs = np.array([logprob for logprob, _ in chunk.logprobs], dtype=np.float32)  # None becomes NaN
     if not np.isfinite(logprobs).all():
         raise BadAnswerError("a logprob is not finite")
+    begun = sent.begun
+    spans = [
+        VersionSpan(start=len(begun) + span.start, end=len(begun) + span.end, weights=span.weights)
+        for span in _spans(chunk.spans, len(chunk.token_ids), known)
+    ]
     return Completion(
         group_id=sent.group.request.group_id,
         sample=sent.sample,
         attempt=sent.group.request.attempt,
-        response_ids=np.array(chunk.token_ids, dtype=np.int32),
-        logprobs=logprobs,
+        response_ids=np.concatenate([begun.token_ids, np.array(chunk.token_ids, dtype=np.int32)]),
+        logprobs=np.concatenate([begun.logprobs, logprobs]),
         finish_reason=_REASONS[chunk.finish_reason],
-        spans=_spans(chunk.spans, len(chunk.token_ids), known),
+        spans=joined(begun.spans, tuple(spans)),
         queued_s=started_at_s - sent.queued_at_s,
         engine_s=now_s - started_at_s,
+        resumed=len(begun),
     )
 
 
