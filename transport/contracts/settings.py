@@ -532,7 +532,9 @@ class LauncherSettings(Section, frozen=True, kw_only=True):
     place: str = (
         ""  # slurm: partition; ray: address of the cluster, or "auto"; kubernetes: namespace; empty: the default
     )
-    options: list[str] = msgspec.field(default_factory=list[str])  # slurm: more of srun, as "--account=mine"; kubernetes: labels
+    options: list[str] = msgspec.field(
+        default_factory=list[str]
+    )  # slurm: more of srun, as "--account=mine"; kubernetes: labels
     cpus: AtLeast1 = 1  # CPUs that each worker asks for, for its threads
     memory_mib: AtLeast0 = 0  # MiB that each worker asks for as its share of a node; 0: what the engine gives
     image: str = ""  # kubernetes: container image of all processes
