@@ -376,8 +376,9 @@ def _restart(p: Pipeline, report: TrainerReady, train: TrainLane, evaluation: Ev
     """
     version, freed = report.weights.version, p.retention.freed.version
     begins = not p.batches and not p.lineage.epoch  # a state without batches can begin anywhere
-    if not begins and not freed <= version <= p.training.batch:
-        reach = f"rows before {freed} are freed and batches from {p.training.batch} on were never sent"
+    oldest = max(freed, min(p.batches, default=p.training.batch))
+    if not begins and not oldest <= version <= p.training.batch:
+        reach = f"rows before {oldest} are freed and batches from {p.training.batch} on were never sent"
         why = f"the trainer came back with version {version}: {reach}{damage_of(report.damaged)}"
         finish_run(p, why, failed=True)
         return

@@ -284,9 +284,9 @@ def batch_script(settings: Settings, specs: Sequence[ProcessSpec], arguments: Se
     where, run_dir = shlex.join(["--name", name, "--dir", settings.run.dir]), f"{settings.run.dir}/{name}"
     lines += [
         "set -u",
-        "again= run=",
-        'stop() { again=1; kill -TERM "${run:=$!}"; }',
-        f'save() {{ again=1; : "${{run:=$!}}"; timeout {SAVE_S} {program} checkpoint {shlex.quote(run_dir)} &',
+        "again= run= code=1",
+        'stop() { again=1 told=1; kill -TERM "${run:=$!}"; }',
+        f'save() {{ again=1 told=1; : "${{run:=$!}}"; timeout {SAVE_S} {program} checkpoint {shlex.quote(run_dir)} &',
         f'  sleep {SAVE_S} & wait -n $! "$run"; kill -TERM "$run"; }}',
         "trap save USR1  # the time limit is near, or the grace of a preemption begins",
         "trap stop TERM  # of a preemption: Slurm kills 30 s later",
@@ -296,7 +296,8 @@ def batch_script(settings: Settings, specs: Sequence[ProcessSpec], arguments: Se
         f"  {program} run {shlex.join([*arguments, '--name', name, '--plain'])}{own} &",
         "fi",
         "run=${run:-$!}",
-        'while wait "$run"; code=$?; kill -0 "$run" 2>/dev/null; do :; done  # a signal interrupts wait',
+        "# A signal interrupts wait, which says so; the run's own end is asked for again. 127: it was said before.",
+        'while told=; wait "$run"; end=$?; [ $end -eq 127 ] || code=$end; [ -n "$told" ]; do :; done',
         'if [ -n "$again" ] && [ $code -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
         "exit $code",
     ]
