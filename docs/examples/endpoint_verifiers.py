@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import verifiers.v1 as vf
+from endpoint_calculator import Calculator
 from verifiers.v1.harnesses.null.harness import NullHarnessConfig
 
 PLAY_S = 600
@@ -35,13 +36,6 @@ class SumTask(vf.Task[SumData]):
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
         return float(trace.last_reply.rstrip(" .").endswith(self.data.answer))
-
-
-class Calculator(vf.Toolset):
-    @vf.tool
-    def add(self, a: float, b: float) -> float:
-        """The sum of two numbers."""
-        return a + b
 
 
 class ToolTask(SumTask):
@@ -106,12 +100,15 @@ async def work_on(calls: httpx.AsyncClient, kind: str, work: dict) -> bool:
     return ended.status_code == 200
 
 
+def put_first(variable: str, directory: Path) -> None:
+    os.environ[variable] = os.pathsep.join(filter(None, (str(directory), os.environ.get(variable))))
+
+
 async def main(run: Path, kind: str, samples: int) -> None:
     address, key = (run / "endpoint" / "0.address").read_text().strip(), (run / "endpoint.key").read_text()
     os.environ["STREAMRL_ENDPOINT_KEY"] = key
-    os.environ["PATH"] = (
-        f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # verifiers looks for uv there
-    )
+    put_first("PATH", Path(sys.executable).parent)  # verifiers looks for uv there
+    put_first("PYTHONPATH", Path(__file__).parent)  # and starts endpoint_calculator by its name
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=f"http://{address}/v1", headers=headers, timeout=60) as calls:
         try:
