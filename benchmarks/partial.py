@@ -69,7 +69,7 @@ def wait_for(holds: Callable[[], bool], what: str, run: subprocess.Popen[bytes],
 
 
 def dispatched(run_dir: Path) -> bool:
-    if not (run_dir / "journal").is_dir():
+    if not any((run_dir / "journal").glob("snapshot-*")):
         return False
     return any(
         isinstance(one, DispatchGroups) for _, commands in recorded_commands(run_dir / "journal") for one in commands
