@@ -32,8 +32,8 @@ from transport.contracts.messages import DispatchGroups, GroupPlan, RolloutFinis
 from transport.contracts.settings import GenerationSettings
 from transport.contracts.types import row_id
 
-LENGTH = 3000
-STEP_S = 0.02
+LENGTH = 400
+STEP_S = 0.15
 KILL_AFTER_S = 40.0
 """From the first dispatch: two thirds of a sample."""
 BETWEEN_S = 5.0

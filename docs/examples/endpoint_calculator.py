@@ -3,7 +3,7 @@
 import verifiers.v1 as vf
 
 
-class Calculator(vf.Toolset):
+class Calculator(vf.Toolset[vf.ToolsetConfig]):
     @vf.tool
     def add(self, a: float, b: float) -> float:
         """The sum of two numbers."""
