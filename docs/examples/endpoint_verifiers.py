@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import verifiers.v1 as vf
-from endpoint_calculator import Calculator
+from endpoint_tasks import TASKS, SumData
 from verifiers.v1.harnesses.null.harness import NullHarnessConfig
 
 PLAY_S = 600
@@ -24,29 +24,6 @@ MAX_FAILURES = 3
 """In a row: then something is wrong here, and more samples would fail, too."""
 BEAT_S = 4
 """Between two signs of life; a session that gives none for endpoint.silence_s is leased to another agent."""
-
-
-class SumData(vf.TaskData):
-    answer: str
-
-
-class SumTask(vf.Task[SumData]):
-    """Of a single turn: the policy answers, and is judged."""
-
-    @vf.reward
-    async def right(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply.rstrip(" .").endswith(self.data.answer))
-
-
-class ToolTask(SumTask):
-    """The same with a tool, which verifiers serves."""
-
-    @classmethod
-    def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
-        return [Calculator(vf.ToolsetConfig())]
-
-
-TASKS = {"single_turn": SumTask, "tool": ToolTask}
 
 
 async def play(kind: str, work: dict) -> vf.Trace:
@@ -108,7 +85,7 @@ async def main(run: Path, kind: str, samples: int) -> None:
     address, key = (run / "endpoint" / "0.address").read_text().strip(), (run / "endpoint.key").read_text()
     os.environ["STREAMRL_ENDPOINT_KEY"] = key
     put_first("PATH", Path(sys.executable).parent)  # verifiers looks for uv there
-    put_first("PYTHONPATH", Path(__file__).parent)  # and starts endpoint_calculator by its name
+    put_first("PYTHONPATH", Path(__file__).parent)  # and starts the tool of endpoint_tasks by its name
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=f"http://{address}/v1", headers=headers, timeout=60) as calls:
         try:
