@@ -1,5 +1,5 @@
-"""Tasks of verifiers for endpoint_verifiers.py, in a file of their own: verifiers also runs it, as a module by its name,
-for the tool.
+"""Tasks of verifiers for endpoint_verifiers.py, in a file of their own: verifiers runs it, too, as a module by its
+name, for the tool.
 """
 
 import verifiers.v1 as vf
