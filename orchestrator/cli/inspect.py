@@ -182,7 +182,7 @@ async def take_snapshot(broker: Broker, *, now_ms: int | None = None) -> BrokerS
         streams=[
             await _stream_snapshot(broker, name, lengths[name], now_ms)
             for name in sorted(lengths)
-            if not name.startswith(keys.PARTIAL_PREFIX)  # one for each group that runs
+            if not keys.is_of_group(name)
         ],
         workers=[status for _, status in sorted(read_statuses(await broker.leases()).items())],
         letters=await broker.dead_letters(count=LETTERS),

@@ -346,8 +346,9 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
     engine: of generation.  model_path: as setting ``model.path``.
     """
     split, core = plan.split, job.settings
-    layout = job.layout(split, job.workload(1))
-    cost = planned_cost(job.workload(1), layout, layout.decode_cost(job.llm, job.assumed), job.assumed)
+    workload = job.workload(1)
+    layout = job.layout(split, workload)
+    cost = planned_cost(workload, layout, job.assumed)
     costs = {name: getattr(cost, name) for name in cost.__struct_fields__}
     timeout_s = ceil(max(300.0, GROUP_LIVES * (core.max_staleness + 1) * plan.iteration_s))
     generation: dict[str, object] = {"engine": engine, "workers": split.instances, "slots": layout.slots}
@@ -419,9 +420,7 @@ class Bounds:
                 for group in self._workload.lengths.lengths
                 for sample in range(job.group_size)
             ]
-            layout = job.layout(split, self._workload)
-            plain = layout.decode_cost(job.llm, job.assumed)
-            cost = planned_cost(self._workload, layout, plain, job.assumed)
+            cost = planned_cost(self._workload, job.layout(split, self._workload), job.assumed)
             self._makespans[key] = estimate_of(
                 cost, lengths, prompt_tokens=float(job.prompt_tokens), max_running=slots_of(split.generation.gpu)
             )

@@ -6,6 +6,7 @@ between takes effect at the first boundary after.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TypeAlias
 
@@ -162,7 +163,7 @@ class SimulatedRows:
             self._simulation.report(event)
 
 
-def _ages(spans: Spans) -> tuple[WeightIdentity, WeightIdentity]:
+def _ages(spans: Iterable[tuple[WeightIdentity, int]]) -> tuple[WeightIdentity, WeightIdentity]:
     """Oldest and newest."""
     weights = [one for one, _ in spans]
     return min(weights), max(weights)
@@ -256,7 +257,7 @@ class SimulatedWorker:
             if not spans or plan.group_id not in self._left or is_evaluation(plan.group_id):
                 continue
             self._rows.keep(row_id(plan.group_id, sample.sample), tuple(spans))
-            ages = oldest, newest = _ages(tuple(spans))
+            ages = oldest, newest = _ages(spans)
             if self._reported.get(id(sample)) != ages:
                 self._reported[id(sample)] = ages
                 of_plan = news.setdefault((plan.group_id, plan.attempt), [])
@@ -392,7 +393,7 @@ class SimulatedWorker:
 
     def _finish(self, ended: Sample[GroupPlan]) -> None:
         plan = ended.request
-        resumed = self._resumed.get(id(ended), 0)
+        resumed, (oldest, newest) = self._resumed.get(id(ended), 0), _ages(ended.spans)
         self._count(ended, ended.generated)
         left = self._left.get(plan.group_id)
         if left is not None:
@@ -404,8 +405,8 @@ class SimulatedWorker:
             worker_id=self._worker_id,
             response_tokens=ended.length,
             finish_reason=FinishReason.STOP,
-            oldest=_ages(tuple(ended.spans))[0],
-            newest=_ages(tuple(ended.spans))[1],
+            oldest=oldest,
+            newest=newest,
             engine_s=self._simulation.now_s - (ended.admitted_s or 0.0),
             resumed_tokens=resumed,
         )

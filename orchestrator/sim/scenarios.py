@@ -161,7 +161,7 @@ def scenario(
         micro_batch_tokens=layout.micro_batch_tokens,
         round_tokens=layout.round_tokens if layout.round_tokens is not None else costs.train.saturating_tokens(),
         dispatch=dispatch,
-        decode_cost=planned_cost(workload, layout, decode, assumed),
+        decode_cost=planned_cost(workload, layout, assumed),
         train_token_s=costs.train.token_s / layout.ranks,
         max_response_tokens=max(max(samples) for samples in workload.lengths.lengths),
         checkpoint_every=1,
@@ -181,9 +181,9 @@ def scenario(
     )
 
 
-def planned_cost(workload: Workload, layout: Layout, decode: DecodeCost, assumed: Assumptions = ASSUMED) -> DecodeCost:
+def planned_cost(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) -> DecodeCost:
     """What plans of dispatch reckon with: one depth of drafts, the cheapest for half of the batch that fits."""
-    drafts = layout.drafting(assumed)
+    decode, drafts = layout.decode_cost(workload.llm, assumed), layout.drafting(assumed)
     if drafts is None:
         return decode
     mean = fmean(length for samples in workload.lengths.lengths for length in samples)

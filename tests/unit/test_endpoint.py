@@ -19,7 +19,7 @@ from tests.fakes.memory_server import MemoryServer
 from transport.contracts.settings import EndpointSettings
 from transport.contracts.types import FinishReason, RunName, SegmentKind, WeightIdentity, evaluation_id, group_id
 from transport.rows.columns import loss_mask
-from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure
+from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, OnTokens
 
 HELLO = {"role": "user", "content": "Hi"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -139,6 +139,14 @@ async def test_streams_logprobs_stops_and_ids(tmp_path: Path) -> None:
             assert plain.model_extra["prompt_token_ids"] == served.inner.requests[-1].prompt_ids.tolist()
 
 
+async def asked_to_tell(served: Endpoint) -> OnTokens:
+    """What the one turn that is under way wants to be told its tokens by."""
+    await served.inner.asked.wait()
+    (request,) = served.inner.requests
+    assert request.on_tokens is not None
+    return request.on_tokens
+
+
 async def test_a_stream_brings_tokens_while_the_engine_draws_them(tmp_path: Path) -> None:
     async with endpoint(tmp_path, "one two") as served:
         served.offer()
@@ -147,16 +155,14 @@ async def test_a_stream_brings_tokens_while_the_engine_draws_them(tmp_path: Path
             served.inner.held.clear()
             asking = asyncio.create_task(say(agent, [HELLO], stream=True, logprobs=True))
             async with asyncio.timeout(30):
-                await served.inner.asked.wait()
-                (request,) = served.inner.requests
-                assert request.on_tokens is not None
+                tell = await asked_to_tell(served)
                 ids = served.inner.tokenizer("one two", add_special_tokens=False)["input_ids"]
-                request.on_tokens(0, ids[:3], [-0.5] * 3)
+                tell(0, ids[:3], [-0.5] * 3)
                 chunks = aiter(await asking)
                 heard = [await anext(chunks), await anext(chunks)]
                 assert [one.choices[0].delta.content for one in heard] == ["", "one"]
                 assert [one.logprob for one in heard[1].choices[0].logprobs.content] == [-0.5] * 3
-                request.on_tokens(0, ids[:5], [-0.5] * 5)  # computed again, and the same so far
+                tell(0, ids[:5], [-0.5] * 5)  # computed again, and the same so far
                 assert (await anext(chunks)).choices[0].delta.content == " t"
                 served.inner.release()
                 rest = [one async for one in chunks]
@@ -175,10 +181,8 @@ async def test_an_answer_that_began_anew_ends_its_stream_by_name_and_is_no_part_
             served.inner.held.clear()
             asking = asyncio.create_task(say(agent, [HELLO], stream=True))
             async with asyncio.timeout(30):
-                await served.inner.asked.wait()
-                (request,) = served.inner.requests
-                assert request.on_tokens is not None
-                request.on_tokens(0, [7, 8], [-0.5, -0.5])
+                tell = await asked_to_tell(served)
+                tell(0, [7, 8], [-0.5, -0.5])
                 served.inner.release()
                 with pytest.raises(openai.APIError, match="began the answer anew"):
                     [one async for one in await asking]
@@ -195,10 +199,8 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_calls_its_turn_off
         key = {"authorization": f"Bearer {work['key']}"}
         async with asyncio.timeout(30), httpx.AsyncClient(base_url=work["base_url"], headers=key) as agent:
             async with agent.stream("POST", "/chat/completions", json=body) as answer:
-                await served.inner.asked.wait()
-                (request,) = served.inner.requests
-                assert request.on_tokens is not None
-                request.on_tokens(0, [7], [-0.5])
+                tell = await asked_to_tell(served)
+                tell(0, [7], [-0.5])
                 await anext(answer.aiter_lines())
             await served.inner.called_off.wait()
         state = (await served.run.get(f"/sessions/{work['id']}")).json()

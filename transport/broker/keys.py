@@ -36,7 +36,6 @@ TASK_SPECS = "task-specs"  # hash: task -> its unit and columns, JSON
 MARK = "mark"  # what the writer of commands left with its last step (base.Mark)
 STREAMS = "streams"  # set: short names of all streams, so that listing them scans nothing
 WORKERS = "workers"  # set: workers that ever beat and whose lease has not been seen to end
-PARTIAL_PREFIX = "partial:"
 LEASE_PREFIX, ROW_PREFIX, GROUP_PREFIX = "lease:", "row:", "group:"
 SHARED_PREFIX = "rows:"  # in the hash of a group: a column of all its rows (base.Block.shared)
 READY_PREFIX, NOTICED_PREFIX = "ready:", "noticed:"
@@ -55,7 +54,15 @@ def control(worker: WorkerId) -> str:
 
 def partial(group_id: GroupId) -> str:
     """Log: tokens of the running samples of a group (messages.PartialTokens); it goes with the group, or before."""
-    return f"{PARTIAL_PREFIX}{group_id}"
+    return f"{_PARTIAL}{group_id}"
+
+
+_PARTIAL = "partial:"
+
+
+def is_of_group(stream: str) -> bool:
+    """Whether it is the log of a single group. There are as many as groups run, so they are in no list for people."""
+    return stream.startswith(_PARTIAL)
 
 
 def own_prompt(group_id: GroupId) -> str:

@@ -25,8 +25,8 @@ def load_tokenizer(model_dir: Path) -> Any:
     try:
         named = json.loads(config.read_bytes()).get("tokenizer_class") if config.is_file() else None
         if named in PLAIN and (model_dir / "tokenizer.json").is_file():
-            return fast.from_pretrained(model_dir, local_files_only=True)
+            return fast.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         chosen: Any = transformers.AutoTokenizer
-        return chosen.from_pretrained(model_dir, local_files_only=True)
+        return chosen.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise InputFileError(str(error), where=str(model_dir)) from error

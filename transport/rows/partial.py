@@ -58,6 +58,10 @@ class Beginning:
     def oldest(self) -> WeightIdentity:
         return min(span.weights for span in self.spans)
 
+    @property
+    def newest(self) -> WeightIdentity:
+        return max(span.weights for span in self.spans)
+
     def cut(self, tokens: int) -> Beginning:
         """Without what is behind the first ``tokens``."""
         if tokens >= len(self):

@@ -50,9 +50,9 @@ MAX_CONTEXT = 1 << 20
 VOCABULARY = 16
 """Tokens 0..15 exist in every vocabulary, and differ enough that rewards of a group do."""
 LOGPROB = -1.0
+"""Of every token: no trainer reads it."""
 STREAM_STEPS = 8
 """Decode steps between two looks at a sample whose tokens are wanted as they come."""
-"""Of every token: no trainer reads it."""
 
 
 class EmulatedEngine:
@@ -117,7 +117,7 @@ class EmulatedEngine:
                     Progress(
                         key=key,
                         start=start,
-                        token_ids=_tokens(sample, sample.length)[start:end],
+                        token_ids=_tokens(sample, end)[start:],
                         logprobs=np.full(end - start, LOGPROB, dtype=np.float32),
                         spans=clipped(spans, start, end),
                     )
@@ -213,7 +213,7 @@ class EmulatedEngine:
             group_id=request.group_id,
             sample=ended.sample,
             attempt=request.attempt,
-            response_ids=_tokens(ended, ended.length)[: ended.generated],
+            response_ids=_tokens(ended, ended.generated),
             logprobs=np.full(ended.generated, LOGPROB, dtype=np.float32),
             finish_reason=reason,
             spans=version_spans(ended.spans),
@@ -225,7 +225,7 @@ class EmulatedEngine:
 
 
 def _tokens(sample: Sample[GenerationRequest], count: int) -> NDArray[np.int32]:
-    """The same for a sample on whichever engine and attempt."""
+    """Its first ``count``: the same on whichever engine and attempt."""
     seed = (sample.request.sampling.seed, sample.sample)
     return np.random.default_rng(seed).integers(0, VOCABULARY, size=count, dtype=np.int32)
 

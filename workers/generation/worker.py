@@ -521,8 +521,7 @@ class GenerationWorker:
             stops = np.flatnonzero(np.isin(beginning.token_ids, ends)).tolist()
             if used := beginning.cut(min([request.limit(sample) - 1, *stops])):
                 cut[sample] = used
-                newest = max(span.weights for span in used.spans)
-                held.kept[sample] = KeptTokens(len(used), used.oldest, newest)
+                held.kept[sample] = KeptTokens(len(used), used.oldest, used.newest)
         self._engine.submit(dataclasses.replace(request, begun=cut))
 
     async def _end(self, held: HeldPlan, reason: str = "") -> None:

@@ -96,9 +96,9 @@ class KubernetesLauncher:
         self._core, self._batch = client.CoreV1Api(api), client.BatchV1Api(api)
         try:
             left = f"{self._selector},{ROLE_OF_WORKER}"  # by a supervisor before this one
-            for job in await self._jobs(left):
+            for job in await self._listed(self._batch.list_namespaced_job, left):
                 await self._delete(job.metadata.name, is_job=True, grace_s=0)
-            for pod in await self._pods(left):
+            for pod in await self._listed(self._core.list_namespaced_pod, left):
                 await self._delete(pod.metadata.name, is_job=False, grace_s=0)
         except KubernetesUnavailableError as error:
             raise ConfigError(f"launcher.place: namespace {self._namespace}: {error}", key="launcher.place") from error
@@ -144,7 +144,7 @@ class KubernetesLauncher:
         living = [process for process in self._started.values() if process.returncode is None]
         if not living:
             return
-        pods = await self._pods(self._selector)
+        pods = await self._listed(self._core.list_namespaced_pod, self._selector)
         for process in living:
             own = [
                 pod
@@ -170,13 +170,8 @@ class KubernetesLauncher:
             with process.output.open("a", encoding="utf-8") as file:
                 file.write(f"{said}\n")
 
-    async def _pods(self, selector: str) -> list[Any]:
-        listed = self._core.list_namespaced_pod
-        found = await self._call(lambda: listed(self._namespace, label_selector=selector, _request_timeout=ANSWER_S))
-        return list(found.items)
-
-    async def _jobs(self, selector: str) -> list[Any]:
-        listed = self._batch.list_namespaced_job
+    async def _listed(self, listed: Callable[..., Any], selector: str) -> list[Any]:
+        """listed: of the client, of one kind of object."""
         found = await self._call(lambda: listed(self._namespace, label_selector=selector, _request_timeout=ANSWER_S))
         return list(found.items)
 

@@ -167,7 +167,7 @@ async def publish_status(
     dead, given_up = 0, ""
     while True:
         streams = await broker.streams()
-        queues = {name: length for name, length in streams.items() if not name.startswith(keys.PARTIAL_PREFIX)}
+        queues = {name: length for name, length in streams.items() if not keys.is_of_group(name)}
         watchdog.pending = msgspec.json.decode(await broker.get_meta(keys.PENDING) or b"{}", type=dict[str, str])
         if queues.get(keys.DEAD, 0) != dead:
             dead, letters = queues.get(keys.DEAD, 0), await broker.dead_letters(count=1)
