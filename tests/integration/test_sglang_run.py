@@ -48,9 +48,10 @@ def converse(calls: httpx.Client, work: dict[str, Any]) -> int:
 
 def test_a_conversation_over_the_real_server_is_trained_as_it_was_sampled(tmp_path: Path) -> None:
     """That the trainer computes the logprobs that were recorded says that ids, mask and places are the engine's."""
-    endpoint = ("endpoint.enabled=true", "sampling.max_new_tokens=400", "pipeline.rollout_timeout_s=500.0")
+    endpoint = ("endpoint.enabled=true", "endpoint.max_session_s=300.0", "pipeline.rollout_timeout_s=400.0")
+    sampling = ("sampling.max_new_tokens=400",)
     small = ("pipeline.groups_per_batch=1", "pipeline.group_size=2", "eval.problems=0", "run.batches=1")
-    with LiveRun(tmp_path, *endpoint, *small, *settings_of("sglang")) as run:
+    with LiveRun(tmp_path, *endpoint, *sampling, *small, *settings_of("sglang")) as run:
         address = run.run_dir / "endpoint" / "0.address"
         run.wait_until(address.exists, "an address")
         headers = {"authorization": f"Bearer {(run.run_dir / 'endpoint.key').read_text()}"}
