@@ -35,7 +35,6 @@ import signal
 import statistics
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -48,6 +47,7 @@ import numpy as np
 from benchmarks.transport_compared import COMPARED, Read, read_by_hand, read_ours, write_by_hand, write_ours
 from benchmarks.transport_others import OTHERS
 from benchmarks.transport_ways import ENDING_S, STEP_S, End, Inputs, Piece, Side, Transfer, Way, mapped
+from transport.tensors.pieces import crc32
 from transport.tensors.shm import SHARED_MEMORY, ShmStore
 
 KIB, MIB, GB = 1024, 1024 * 1024, 1e9
@@ -327,7 +327,7 @@ def made_inputs(sizes: Sequence[int]) -> Iterator[Inputs]:
 
 def pieces_of(data: memoryview) -> Sequence[Piece]:
     cuts = [*range(0, data.nbytes, PIECE_BYTES), data.nbytes]
-    return [Piece(start, end, zlib.crc32(data[start:end])) for start, end in itertools.pairwise(cuts)]
+    return [Piece(start, end, crc32(data[start:end])) for start, end in itertools.pairwise(cuts)]
 
 
 def compared(inputs: Inputs, cases: Sequence[Case], rounds: int) -> dict[str, Rounds]:

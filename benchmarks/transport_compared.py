@@ -10,7 +10,6 @@ import mmap
 import os
 import select
 import socket
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 
 from benchmarks.transport_ways import REQUEST, STEP_S, Piece, Side, Transfer, Way, check, memory
 from transport.tensors.base import Deadline, Endpoint, Segment, parse_address
+from transport.tensors.pieces import crc32
 from transport.tensors.receive import Receiving, Stretch
 from transport.tensors.shm import ShmReader, ShmStore
 from transport.tensors.tcp import ServedStore, TcpReader
@@ -118,7 +118,7 @@ def write_ours(store: ShmStore, name: str, data: memoryview, *, checked: bool = 
     crc = 0
     for start in range(0, data.nbytes, WRITTEN_BYTES):
         written = data[start : start + WRITTEN_BYTES]
-        crc = zlib.crc32(written, crc) if checked else 0
+        crc = crc32(written, crc) if checked else 0
         writer.write(start, written)
     return writer.seal()[0]
 
@@ -147,7 +147,7 @@ def write_by_hand(path: Path, data: memoryview, *, checked: bool = True) -> None
     crc = 0
     for start in range(0, data.nbytes, WRITTEN_BYTES):
         written = data[start : start + WRITTEN_BYTES]
-        crc = zlib.crc32(written, crc) if checked else 0
+        crc = crc32(written, crc) if checked else 0
         assert os.pwrite(fd, written, start) == written.nbytes
     os.close(fd)
 

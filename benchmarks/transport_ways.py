@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import mmap
 import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from transport.errors import ChecksumError
+from transport.tensors.pieces import crc32
 from transport.tensors.receive import Memory
 
 STEP_S = 180.0
@@ -85,7 +85,7 @@ def memory(nbytes: int) -> memoryview:
 
 
 def check(piece: Piece, data: memoryview) -> None:
-    if data.nbytes != piece.end - piece.start or zlib.crc32(data) != piece.crc:
+    if data.nbytes != piece.end - piece.start or crc32(data) != piece.crc:
         raise ChecksumError(f"bytes {piece.start} to {piece.end} came wrong")
 
 

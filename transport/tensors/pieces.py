@@ -14,9 +14,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from isal import isal_zlib
 
 from transport.contracts.messages import Piece
 
@@ -108,6 +109,11 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
 # --- checksums --------------------------------------------------------------------------------------------------------
 
 
+def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
+    """CRC-32 of bytes that follow others whose CRC-32 is ``value``."""
+    return isal_zlib.crc32(data, value)  # pyright: ignore[reportUnknownMemberType]: its stub leaves the buffer untyped
+
+
 def box_checksum(chunks: Iterable[bytes | bytearray | memoryview], box: Box, shape: Sequence[int], item: int) -> str:
     """The checksum of a box from its bytes, row-major, in any chunks; each is read once, when it comes by.
 
@@ -123,7 +129,7 @@ def box_checksum(chunks: Iterable[bytes | bytearray | memoryview], box: Box, sha
         view = memoryview(chunk).cast("B")
         while view.nbytes:
             taken = view[: run_bytes - done]
-            crc, done, view = zlib.crc32(taken, crc), done + taken.nbytes, view[taken.nbytes :]
+            crc, done, view = crc32(taken, crc), done + taken.nbytes, view[taken.nbytes :]
             if done == run_bytes:
                 run_end = next(starts) * item + run_bytes
                 total = _shifted(total, run_end - end) ^ crc ^ _of_zeros(run_bytes)
