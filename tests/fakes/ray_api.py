@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+LATE_S = 30.0
 
 
 class RayError(Exception):
@@ -21,12 +24,13 @@ class RayActorError(RayError):
 
 
 class FakeActor:
-    """options, given: of its creation.  sent: signals."""
+    """options, given: of its creation.  sent: signals.  was_killed: by Ray, as somebody asked."""
 
     def __init__(self, options: dict[str, Any], given: tuple[Any, ...]) -> None:
         self.options = options
         self.given = given
         self.sent: list[int] = []
+        self.was_killed = False
         self.next_output = SimpleNamespace(remote=lambda: self._said)
         self.send = SimpleNamespace(remote=self.sent.append)
         self._said: asyncio.Future[tuple[bytes, int | None]] = self._loop().create_future()
@@ -61,6 +65,9 @@ class RayApi(ModuleType):
         self.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
         self.util = SimpleNamespace(placement_group=self._group, remove_placement_group=lambda group: None)
         self._numbers = itertools.count()
+        self.answers = threading.Event()
+        """While it is not set, nothing that was asked for is created, and the call waits."""
+        self.answers.set()
 
     def init(self, **given: Any) -> None:
         self.initialized = given
@@ -83,11 +90,13 @@ class RayApi(ModuleType):
         return SimpleNamespace(options=options)
 
     def _create(self, asked: dict[str, Any], given: tuple[Any, ...]) -> FakeActor:
+        assert self.answers.wait(LATE_S)
         actor = FakeActor(asked, given)
         self.actors.append(actor)
         return actor
 
     def kill(self, actor: FakeActor, *, no_restart: bool) -> None:
+        actor.was_killed = True
         with suppress(RuntimeError):  # from a thread, as late as it likes: the loop may be closed
             self.loop.call_soon_threadsafe(actor.lost)
 

@@ -16,6 +16,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,13 @@ from orchestrator.config.load import Resolved, resolve
 from orchestrator.errors import ChildFailedError, ConfigError, EngineLostError
 from orchestrator.launch.checks import check_cluster
 from orchestrator.launch.growth import add_workers, report_loss
-from orchestrator.launch.launchers import kubernetes_cluster
+from orchestrator.launch.launchers import kubernetes_cluster, ray_cluster
 from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources, Running, resources_of
 from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher, KubernetesUnavailableError
 from orchestrator.launch.launchers.kubernetes_manifests import OWNER, manifests, worker_manifest
 from orchestrator.launch.launchers.ray_cluster import RayLauncher, RayUnavailableError, in_time
 from orchestrator.launch.launchers.slurm import SlurmLauncher, batch_script
-from orchestrator.launch.processes import Children, Fleet
+from orchestrator.launch.processes import Children, Fleet, last_words
 from orchestrator.launch.submission import submission, write_base
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.fakes.manual_clock import ManualClock
@@ -60,6 +61,7 @@ def configured(*overrides: str) -> Resolved:
 
 
 LIMIT_S = 60.0
+COMPOSE = Path(__file__).parents[2] / "compose"
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -316,13 +318,91 @@ def test_all_objects_are_what_the_api_takes():
     kinds = [one["kind"] for one in made]
     assert kinds[-2:] == ["Pod", "Job"]
     assert {"StatefulSet", "Service", "NetworkPolicy", "Role", "ConfigMap", "PersistentVolumeClaim"} < set(kinds)
+
+
+def made_of(kind: str, *overrides: str, name: str = "streamrl-mine") -> dict[str, Any]:
+    """The one object of this kind and name."""
+    (found,) = [
+        one
+        for one in manifests(configured(*IMAGE, *overrides))
+        if (one["kind"], one["metadata"]["name"]) == (kind, name)
+    ]
+    return found
+
+
+def pod_specs(*overrides: str) -> list[dict[str, Any]]:
+    """Of all pods that there will ever be: the broker's, the run's, a worker's, and those of the trainer's ranks."""
+    resolved = configured(*IMAGE, *overrides)
+    made = [one for one in manifests(resolved) if one["kind"] in ("StatefulSet", "Job")]
+    made += [worker_manifest(resolved.settings, spec, "a1") for spec in (WORKER, RANKS)]
+    return [one["spec"] if one["kind"] == "Pod" else one["spec"]["template"]["spec"] for one in made]
+
+
+def test_the_queue_of_kueue_and_the_priority_are_those_of_all_pods():
+    resolved = configured(*IMAGE, OPTIONS)
+    made = manifests(resolved) + [worker_manifest(resolved.settings, spec, "a1") for spec in (WORKER, RANKS)]
     assert all(one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team" for one in made)
-    assert made[-2]["spec"]["priorityClassName"] == "high"
-    (run,) = [one for one in made if one["kind"] == "Job" and one["metadata"]["name"] == "streamrl-mine"]
-    assert run["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["exec"]["command"][0] == "health.sh"
-    owned = worker_manifest(resolved.settings, RANKS, "a1", "some-uid")
-    validate.validate(owned, "1.30", strict=True)
-    assert owned["metadata"]["ownerReferences"][0]["uid"] == "some-uid"
+    assert [spec["priorityClassName"] for spec in pod_specs(OPTIONS)] == ["high"] * 4
+
+
+def test_the_trainers_ranks_are_an_indexed_job_that_starts_and_ends_as_one():
+    job = worker_manifest(configured(*IMAGE).settings, RANKS, "a1", "some-uid")
+    spec, container = job["spec"], job["spec"]["template"]["spec"]["containers"][0]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert spec["backoffLimit"] == 0
+    (rank,) = [one for one in container["env"] if one["name"] == "RANK"]
+    assert "job-completion-index" in rank["valueFrom"]["fieldRef"]["fieldPath"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert job["metadata"]["ownerReferences"][0]["uid"] == "some-uid"
+
+
+def test_the_run_and_the_broker_have_probes_that_ask_them():
+    (run,) = made_of("Job")["spec"]["template"]["spec"]["containers"]
+    (broker,) = made_of("StatefulSet", name="streamrl-mine-broker")["spec"]["template"]["spec"]["containers"]
+    for container, command in ((run, ["health.sh", "orchestrator"]), (broker, ["broker-health.sh"])):
+        assert container["readinessProbe"]["exec"]["command"] == command
+        assert container["livenessProbe"]["exec"]["command"] == command
+        assert (COMPOSE / command[0]).exists(), "the images have it"
+    (silent,) = made_of("Job", "api.enabled=false")["spec"]["template"]["spec"]["containers"]
+    assert "livenessProbe" not in silent, "nothing would answer it"
+
+
+def test_only_pods_of_the_run_reach_its_pods():
+    spec = made_of("NetworkPolicy")["spec"]
+    own = {"podSelector": {"matchLabels": {"streamrl/run": "mine"}}}
+    assert spec == {**own, "policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+    resolved = configured(*IMAGE)
+    workers = [worker_manifest(resolved.settings, spec, "a1") for spec in (WORKER, RANKS)]
+    labelled = [one["metadata"]["labels"] for one in workers]
+    labelled += [
+        one["spec"]["template"]["metadata"]["labels"]
+        for one in [*manifests(resolved), *workers]
+        if "template" in one["spec" if "spec" in one else "metadata"]
+    ]
+    assert [one["streamrl/run"] for one in labelled] == ["mine"] * 5
+
+
+def test_only_the_runs_own_pod_may_ask_the_api_and_none_is_root():
+    """What its Role allows is all that the launcher asks for: see the test with an API."""
+    role = made_of("Role")
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"create", "list", "delete", "get"}
+    assert not {"secrets", "*"} & {kind for rule in role["rules"] for kind in rule["resources"]}
+    bound = made_of("RoleBinding")
+    assert (bound["roleRef"]["name"], bound["subjects"][0]["name"]) == ("streamrl-mine", "streamrl-mine")
+    specs = pod_specs()
+    assert [spec["automountServiceAccountToken"] for spec in specs] == [False, True, False, False]
+    assert all(spec["securityContext"]["runAsNonRoot"] for spec in specs)
+
+
+def test_secrets_are_files_of_the_secret_that_its_user_made():
+    for spec in pod_specs():
+        (volume,) = [one for one in spec["volumes"] if one["name"] == "secrets"]
+        assert volume["secret"]["secretName"] == "streamrl-mine"
+        (mount,) = [one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "secrets"]
+        assert mount["readOnly"]
+        files = [one for one in spec["containers"][0]["env"] if one["name"].endswith("_FILE")]
+        assert files
+        assert all(one["value"].startswith(mount["mountPath"]) for one in files)
 
 
 @pytest.mark.parametrize("option", ["--account=x", "team", "Bad/Prefix=x", "a=b c"])
@@ -343,7 +423,7 @@ def test_a_kustomize_base_is_the_same_objects(tmp_path: Path):
     with pytest.raises(ConfigError, match="goes with --dry-run --launcher kubernetes"):
         write_base(configured(), [], tmp_path / "other")
     if not shutil.which("kubectl"):
-        return
+        pytest.skip("the base is whole; there is no kubectl to render an overlay of it with")
     overlay = tmp_path / "overlay"
     overlay.mkdir()
     (overlay / "kustomization.yaml").write_text("namespace: rl\nresources: [../base]\n")
@@ -351,6 +431,9 @@ def test_a_kustomize_base_is_the_same_objects(tmp_path: Path):
     rendered = list(yaml.safe_load_all(made))
     assert sorted(one["kind"] for one in rendered) == sorted(one["kind"] for one in manifests(resolved))
     assert {one["metadata"]["namespace"] for one in rendered} == {"rl"}
+    validate = pytest.importorskip("kubernetes_validate")
+    for one in rendered:
+        validate.validate(one, "1.30", strict=True)
 
 
 def test_no_object_holds_a_secret():
@@ -412,6 +495,48 @@ async def test_a_pod_that_vanishes_was_killed_and_one_that_is_asked_to_end_is_de
         await launcher.close()
 
 
+MEMORY = "The node was low on resource: memory."
+PREEMPTED = {"reason": "Preempting", "message": "a pod of a higher priority came"}
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "code"),
+    [
+        ({"code": 128, "reason": "StartError", "message": "exec: python: not found"}, "StartError: exec: python", 128),
+        ({"code": 137, "reason": "OOMKilled"}, "OOMKilled", 137),
+        ({"reason": "Evicted", "message": MEMORY}, f"Evicted: {MEMORY}", NODE_LOST),
+        (
+            {"conditions": [{"type": "DisruptionTarget", "status": "True", **PREEMPTED}]},
+            "Preempting: a pod of a higher priority came",
+            NODE_LOST,
+        ),
+        (None, "its pod is gone", NODE_LOST),
+    ],
+    ids=["no package in its image", "out of memory", "evicted", "preempted", "its node is gone"],
+)
+async def test_why_a_pod_ended_stands_last_in_its_log(
+    api: KubernetesApi, tmp_path: Path, status: dict[str, Any] | None, reason: str, code: int
+):
+    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
+    await launcher.open(resume=False)
+    try:
+        process = await launcher.start(WORKER, tmp_path / "log")
+        (name,) = api.objects
+        api.status(name, "Running")
+        await until_pending(launcher, {})
+        if status is None:
+            del api.objects[name]
+        elif "code" in status:
+            api.ended(name, **status)
+        else:
+            api.status(name, "Failed", **status)
+        assert await process.wait() == code
+        said = last_words((tmp_path / "log").read_text())
+        assert reason in said
+    finally:
+        await launcher.close()
+
+
 @pytest.mark.parametrize("spec", [WORKER, RANKS], ids=["a pod", "a job without pods"])
 async def test_one_that_never_began_ends_when_it_is_told_to(api: KubernetesApi, tmp_path: Path, spec: ProcessSpec):
     launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
@@ -423,6 +548,20 @@ async def test_one_that_never_began_ends_when_it_is_told_to(api: KubernetesApi, 
         assert await process.wait() == NODE_LOST
     finally:
         await launcher.close()
+
+
+async def test_an_api_that_does_not_answer_and_a_namespace_that_may_not_be_used_are_said_at_once(
+    api: KubernetesApi,
+):
+    with pytest.raises(ConfigError, match=r"launcher\.place: namespace default: the API server does not answer"):
+        await KubernetesLauncher(configured(*IMAGE).settings, f"http://127.0.0.1:{free_port()}").open(resume=False)
+    api.refuse_lists = (403, 'pods is forbidden: User "me" cannot list resource "pods" in the namespace "rl"')
+    launcher = KubernetesLauncher(configured(*IMAGE, "launcher.place=rl").settings, api.url)
+    with pytest.raises(ConfigError, match=r"namespace rl: the API server answers 403: .*cannot list"):
+        await launcher.open(resume=False)
+    outside = KubernetesLauncher(configured(*IMAGE).settings)
+    with pytest.raises(ConfigError, match="this process is in no pod; apply what this prints"):
+        await outside.open(resume=False)
 
 
 async def test_a_quota_is_said_as_the_api_says_it_and_tried_again(api: KubernetesApi, tmp_path: Path):
@@ -578,6 +717,26 @@ async def test_ranks_of_ray_end_with_the_first_that_is_lost_and_all_are_lost_wit
             await launcher.pending()
         assert await worker.wait() == NODE_LOST
         api.actors[-1].lost()
+        await launcher.close()
+
+
+async def test_an_actor_that_is_created_after_nobody_waits_for_it_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with ray_api() as api:
+        launcher = RayLauncher(configured("launcher.kind=ray").settings, 2)
+        await launcher.open(resume=False)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(ray_cluster, "ANSWER_S", 0.05)
+            api.answers.clear()
+            with pytest.raises(RayUnavailableError, match="Ray did not answer"):
+                await launcher.start(WORKER, tmp_path / "log")
+        api.answers.set()
+        await until(lambda: [actor.was_killed for actor in api.actors] == [True])
+        second = await launcher.start(WORKER, tmp_path / "log")
+        assert [actor.was_killed for actor in api.actors] == [True, False]
+        second.kill()
+        assert await second.wait() == NODE_LOST
         await launcher.close()
 
 
