@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 from orchestrator.launch.launchers.ray_cluster import RECONNECT
 from tests.chaos.test_elastic_run import ELASTIC
 from tests.fakes.command_line import orchestrator
-from tests.fakes.live_run import EMULATED, QUICK, LiveRun
+from tests.fakes.live_run import EMULATED, PACED, QUICK, LiveRun
 from tests.fakes.ray_nodes import ray_nodes
 from tests.fakes.slurm_nodes import ask_slurm, why_no_slurm
 
@@ -35,6 +36,12 @@ def slurm() -> None:
 
 
 SLURM = ("launcher.kind=slurm", "launcher.address=127.0.0.1")
+
+
+def jobs() -> list[str]:
+    """Ids of the run's that have not ended."""
+    lines = ask_slurm("squeue", "-h", "--me", "-t", "R,PD,CF", "-o", "%i %j").splitlines()
+    return [line.split()[0] for line in lines if " streamrl/tiny/" in line]
 
 
 @pytest.mark.usefixtures("slurm")
@@ -57,7 +64,23 @@ def test_a_job_is_cancelled_and_a_node_taken_down_and_every_batch_is_trained_onc
                 ask_slurm("scontrol", "update", f"nodename={node}", "state=resume")
         assert run.audit().returncode == 0
         assert len(run.metrics()) == 30
-        assert not ask_slurm("squeue", "-h", "--me", "-o", "%j").count("streamrl/tiny/")
+        assert not jobs()
+
+
+@pytest.mark.usefixtures("slurm")
+def test_no_job_outlives_a_supervisor_that_was_killed_once_its_run_goes_on(tmp_path: Path):
+    with LiveRun(tmp_path, *PACED, *QUICK, *SLURM, "run.batches=20", "generation.workers=2") as run:
+        run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
+        before = set(jobs())
+        assert len(before) == 4, "two workers that generate, one that scores, the trainer"
+        run.interrupt(signal.SIGKILL)
+        assert run.wait_for_end() == -signal.SIGKILL
+        run.start("--resume")
+        run.wait_until(lambda: not before & set(jobs()), "the end of all jobs of the dead supervisor")
+        assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
+        assert run.audit().returncode == 0
+        assert len(run.metrics()) == 20
+        assert not jobs()
 
 
 @pytest.mark.usefixtures("slurm")

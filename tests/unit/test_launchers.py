@@ -25,6 +25,7 @@ from orchestrator.errors import ChildFailedError, ConfigError, EngineLostError
 from orchestrator.launch.checks import check_cluster
 from orchestrator.launch.growth import add_workers, report_loss
 from orchestrator.launch.launchers import kubernetes_cluster, ray_cluster
+from orchestrator.launch.launchers import slurm as slurm_launchers
 from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources, Running, resources_of
 from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher, KubernetesUnavailableError
 from orchestrator.launch.launchers.kubernetes_manifests import OWNER, manifests, worker_manifest
@@ -171,6 +172,28 @@ async def test_what_is_pending_has_the_schedulers_reason(slurm: Path, tmp_path: 
         os.kill(process.pid, 9)
         await process.wait()
     assert await launcher.pending() == {}
+
+
+async def test_a_controller_that_answers_late_is_named_and_its_worker_goes_on(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    answers(slurm, "srun", "exec sleep 30")
+    answers(slurm, "squeue", "exec sleep 30")
+    launcher = slurm_launcher(tmp_path)
+    process = await launcher.start(WORKER, tmp_path / "log")
+    try:
+        with monkeypatch.context() as impatient:
+            impatient.setattr(slurm_launchers, "ANSWER_S", 0.2)
+            said = await launcher.pending()
+        assert said == {"generate-1": "Slurm does not answer: squeue said nothing for 0 s"}
+        assert process.returncode is None
+        answers(
+            slurm, "squeue", "echo '12|streamrl/mine/generate-1|Priority'; echo '12|streamrl/mine/generate-1|Priority'"
+        )
+        assert await launcher.pending() == {"generate-1": "Slurm job 12: Priority"}, "said twice, it is one"
+    finally:
+        os.kill(process.pid, 9)
+        await process.wait()
 
 
 @pytest.mark.parametrize(
