@@ -62,6 +62,7 @@ class RayApi(ModuleType):
         self.actors: list[FakeActor] = []
         self.groups: list[list[dict[str, float]]] = []
         self.initialized: dict[str, Any] | None = None
+        self.refuses: Exception | None = None
         self.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
         self.util = SimpleNamespace(placement_group=self._group, remove_placement_group=lambda group: None)
         self._numbers = itertools.count()
@@ -70,6 +71,8 @@ class RayApi(ModuleType):
         self.answers.set()
 
     def init(self, **given: Any) -> None:
+        if self.refuses is not None:
+            raise self.refuses
         self.initialized = given
 
     def is_initialized(self) -> bool:

@@ -23,7 +23,7 @@ import pytest
 from orchestrator.config.load import Resolved, resolve
 from orchestrator.errors import ChildFailedError, ConfigError, EngineLostError
 from orchestrator.launch.checks import check_cluster
-from orchestrator.launch.growth import add_workers, report_loss
+from orchestrator.launch.growth import STOP_GRACE_S, add_workers, report_loss
 from orchestrator.launch.launchers import kubernetes_cluster, ray_cluster
 from orchestrator.launch.launchers import slurm as slurm_launchers
 from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec, Resources, Running, resources_of
@@ -31,7 +31,7 @@ from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher,
 from orchestrator.launch.launchers.kubernetes_manifests import OWNER, manifests, worker_manifest
 from orchestrator.launch.launchers.ray_cluster import RayLauncher, RayUnavailableError, in_time
 from orchestrator.launch.launchers.slurm import SlurmLauncher, batch_script
-from orchestrator.launch.processes import Children, Fleet, last_words
+from orchestrator.launch.processes import NO_USE, Children, Fleet, last_words
 from orchestrator.launch.submission import submission, write_base
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.fakes.manual_clock import ManualClock
@@ -388,6 +388,17 @@ def test_the_run_and_the_broker_have_probes_that_ask_them():
         assert (COMPOSE / command[0]).exists(), "the images have it"
     (silent,) = made_of("Job", "api.enabled=false")["spec"]["template"]["spec"]["containers"]
     assert "livenessProbe" not in silent, "nothing would answer it"
+
+
+def test_a_preempted_run_has_30_s_to_stop_and_goes_on_however_often_it_happens():
+    job = made_of("Job")["spec"]
+    assert {spec["terminationGracePeriodSeconds"] for spec in pod_specs()} == {30}
+    assert STOP_GRACE_S < 30
+    first, last = job["podFailurePolicy"]["rules"]
+    assert (first["action"], first["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert (last["action"], last["onExitCodes"]["values"]) == ("FailJob", [int(code) for code in NO_USE])
+    (container,) = job["template"]["spec"]["containers"]
+    assert "--resume" in container["command"][-1]
 
 
 def test_only_pods_of_the_run_reach_its_pods():
@@ -761,6 +772,17 @@ async def test_an_actor_that_is_created_after_nobody_waits_for_it_is_ended(
         second.kill()
         assert await second.wait() == NODE_LOST
         await launcher.close()
+
+
+async def test_a_cluster_of_ray_that_is_not_there_is_said_before_anything_starts():
+    """As ray.init does."""
+    with ray_api() as api:
+        api.refuses = ConnectionError("Failed to connect to 10.0.0.1:6379")
+        launcher = RayLauncher(configured("launcher.kind=ray", "launcher.place=10.0.0.1:6379").settings, 1)
+        with pytest.raises(
+            ConfigError, match=r"launcher\.place: no cluster of Ray answers at 10\.0\.0\.1:6379: Failed"
+        ):
+            await launcher.open(resume=False)
 
 
 async def test_a_ray_without_a_gpu_is_refused_by_a_run_that_asks_for_one():
