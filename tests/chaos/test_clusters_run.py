@@ -10,15 +10,16 @@ import importlib.util
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from orchestrator.launch.launchers.ray_cluster import RECONNECT
-from tests.chaos.test_elastic_run import ELASTIC
+from tests.chaos.test_elastic_run import BATCHES as BATCHES_OF_ELASTIC
+from tests.chaos.test_elastic_run import ELASTIC, GROUPS, PHASES, SAMPLES, check_journal
 from tests.fakes.command_line import orchestrator
-from tests.fakes.live_run import EMULATED, PACED, QUICK, LiveRun
+from tests.fakes.live_run import EMULATED, PACED, QUICK, LiveRun, check_whole
 from tests.fakes.ray_nodes import ray_nodes
 from tests.fakes.slurm_nodes import ask_slurm, why_no_slurm
 
@@ -39,9 +40,16 @@ SLURM = ("launcher.kind=slurm", "launcher.address=127.0.0.1")
 
 
 def jobs() -> list[str]:
-    """Ids of the run's that have not ended."""
+    """ "<id> <name>" of those of the run that have not ended."""
     lines = ask_slurm("squeue", "-h", "--me", "-t", "R,PD,CF", "-o", "%i %j").splitlines()
-    return [line.split()[0] for line in lines if " streamrl/tiny/" in line]
+    return [line for line in lines if " streamrl/tiny/" in line]
+
+
+def lengths_in(directory: Path, means: Sequence[int]) -> str:
+    """A setting: answers of these mean lengths, equally many of each."""
+    path, each = directory / "lengths.txt", BATCHES_OF_ELASTIC // len(means) * GROUPS * SAMPLES
+    path.write_text("\n".join(str(mean * (7 + n % 7) // 10) for mean in means for n in range(each)))
+    return f"generation.lengths={path}"
 
 
 @pytest.mark.usefixtures("slurm")
@@ -81,6 +89,16 @@ def test_no_job_outlives_a_supervisor_that_was_killed_once_its_run_goes_on(tmp_p
         assert run.audit().returncode == 0
         assert len(run.metrics()) == 20
         assert not jobs()
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_run_grows_by_jobs_and_shrinks_again(tmp_path: Path):
+    with LiveRun(tmp_path, *ELASTIC, *SLURM, lengths_in(tmp_path, PHASES)) as run:
+        run.wait_until(lambda: "generate-1" in " ".join(jobs()), "a further job", timeout_s=END_S)
+        assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
+        assert run.audit().returncode == 0
+        assert not jobs()
+    check_journal(run)
 
 
 @pytest.mark.usefixtures("slurm")
@@ -140,12 +158,18 @@ def test_a_batch_script_that_is_told_of_its_end_saves_is_queued_again_and_goes_o
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_a_run_with_a_ray_of_its_own_trains_all_and_leaves_none_of_it(tmp_path: Path):
+    with LiveRun(tmp_path, *EMULATED, *QUICK, "launcher.kind=ray", "generation.workers=2") as run:
+        run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
+        run.kill("workers", "generate", "--index", "1")
+        run.wait_until(lambda: "generate-1 ended" in run.output, "the end of a worker that was killed")
+        check_whole(run)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_a_run_grows_on_three_raylets_and_one_is_killed(tmp_path: Path):
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(str(mean * (7 + n % 7) // 10) for mean in (60, 320) for n in range(8 * 32)))
     with ray_nodes(tmp_path) as cluster:
-        settings = [setting for setting in ELASTIC if not setting.startswith("run.batches")]
-        settings += ["run.batches=24", f"generation.lengths={lengths}", "generation.device=cuda"]
+        settings = [*ELASTIC, lengths_in(tmp_path, (60, 320)), "generation.device=cuda"]
         settings += ["launcher.kind=ray", f"launcher.place={cluster.address}", "launcher.address=127.0.0.1"]
         with LiveRun(tmp_path, *settings, *QUICK) as run:
             run.wait_until(lambda: "generation workers 1 -> " in run.output, "more workers", timeout_s=END_S)
@@ -153,7 +177,7 @@ def test_a_run_grows_on_three_raylets_and_one_is_killed(tmp_path: Path):
             run.wait_until(lambda: "generate-0 ended" in run.output, "the loss of a raylet")
             assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
             assert run.audit().returncode == 0
-            assert len(run.metrics()) == 24
+            assert len(run.metrics()) == BATCHES_OF_ELASTIC
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
