@@ -12,14 +12,20 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ChildFailedError, ConfigError
+from orchestrator.launch.growth import add_workers
 from orchestrator.launch.launchers import kubernetes_cluster
 from orchestrator.launch.launchers.base import NODE_LOST, ProcessSpec
 from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher, KubernetesUnavailableError
 from orchestrator.launch.launchers.kubernetes_manifests import OWNER, manifests
-from orchestrator.launch.processes import Children, last_words
+from orchestrator.launch.processes import Children, Fleet, last_words
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.fakes.launched import IMAGE, LIMIT_S, RANKS, WORKER, configured, until
+from tests.fakes.manual_clock import ManualClock
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import free_port
+from transport.broker import keys
+from transport.contracts.messages import SpawnWorkers, encode
+from transport.contracts.types import RunName, WorkerKind
 
 with contextlib.suppress(ImportError):  # here, as it takes seconds, which are not a test's
     importlib.import_module("kubernetes.client.api")
@@ -71,6 +77,40 @@ async def test_a_pod_that_vanishes_was_killed_and_one_that_is_asked_to_end_is_de
         process.terminate()
         assert await process.wait() == NODE_LOST
         assert ("DELETE", f"/api/v1/namespaces/default/pods/{name}") in api.asked
+    finally:
+        await launcher.close()
+
+
+async def test_workers_that_the_run_asks_for_are_pods_and_one_that_was_drained_is_not_made_again(
+    api: KubernetesApi, tmp_path: Path
+):
+    broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    settings = configured(*IMAGE).settings
+    launcher = KubernetesLauncher(settings, api.url)
+    children = Children(tmp_path, max_restarts=1, launcher=launcher)
+    fleet = Fleet(settings=settings, run_dir=tmp_path, model_dir=tmp_path, url="redis://h:1", env={}, is_local=False)
+    await launcher.open(resume=False)
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            def start(number: int) -> ProcessSpec:
+                spec = fleet.worker(WorkerKind.GENERATE, number)
+                group.create_task(children.keep(spec))
+                return spec
+
+            await broker.put_meta(keys.SPAWN, encode(SpawnWorkers(total=2, reason="generation is slower")))
+            adding = group.create_task(add_workers(broker, start, first=1))
+            await until(lambda: len(api.objects) == 2)
+            assert {one["metadata"]["labels"]["streamrl/role"] for one in api.objects.values()} == {
+                "generate-1",
+                "generate-2",
+            }
+            for name in list(api.objects):
+                api.ended(name, 0)  # as a worker that DrainWorker told to leave
+            await until(lambda: not children.pids())
+            adding.cancel()
+        await until(lambda: not api.objects)
+        assert children.restarts == {}
     finally:
         await launcher.close()
 
