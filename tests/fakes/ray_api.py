@@ -20,7 +20,19 @@ class RayError(Exception):
 
 
 class RayActorError(RayError):
-    pass
+    actor_init_failed = False
+
+
+NODE_DIED = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: Host\n\tactor_id: 0\n"
+    "The actor died because its node has died. Node Id: 1"
+)
+NO_PACKAGE = (
+    "The actor died because of an error raised in its creation task, \x1b[36mray::Host.__init__()\x1b[39m\n"
+    "RuntimeError: The actor with name Host failed to import on the worker.\n\nTraceback (most recent call last):\n"
+    "ModuleNotFoundError: No module named 'orchestrator'\n"
+)
+"""What Ray 2.60 says."""
 
 
 class FakeActor:
@@ -43,10 +55,12 @@ class FakeActor:
         said, self._said = self._said, self._loop().create_future()
         said.set_result((text, code))
 
-    def lost(self) -> None:
-        """With its node."""
+    def lost(self, why: str = NODE_DIED) -> None:
+        """With its node, or since the node could not begin it."""
         if not self._said.done():
-            self._said.set_exception(RayActorError("The actor died because its node has died."))
+            error = RayActorError(why)
+            error.actor_init_failed = why == NO_PACKAGE
+            self._said.set_exception(error)
             self._said.exception()  # nobody need ask
 
 

@@ -12,9 +12,10 @@ from orchestrator.errors import ConfigError, EngineLostError
 from orchestrator.launch.launchers import ray_cluster
 from orchestrator.launch.launchers.base import NODE_LOST
 from orchestrator.launch.launchers.ray_cluster import RayLauncher, RayUnavailableError, in_time
+from orchestrator.launch.processes import last_words
 from tests.fakes.launched import RANKS, WORKER, configured, until
 from tests.fakes.manual_clock import ManualClock
-from tests.fakes.ray_api import ray_api
+from tests.fakes.ray_api import NO_PACKAGE, ray_api
 from tests.fakes.redis_servers import free_port
 
 
@@ -109,6 +110,18 @@ async def test_an_actor_that_is_created_after_nobody_waits_for_it_is_ended(
         assert [actor.was_killed for actor in api.actors] == [True, False]
         second.kill()
         assert await second.wait() == NODE_LOST
+        await launcher.close()
+
+
+async def test_a_node_without_the_package_is_no_lost_node_and_says_what_it_lacks(tmp_path: Path):
+    with ray_api() as api:
+        launcher = RayLauncher(configured("launcher.kind=ray").settings, 2)
+        await launcher.open(resume=False)
+        process = await launcher.start(WORKER, tmp_path / "log")
+        api.actors[0].lost(NO_PACKAGE)
+        assert await process.wait() == 1
+        words = last_words((tmp_path / "log").read_text())
+        assert words == "Ray cannot start it on a node: ModuleNotFoundError: No module named 'orchestrator'"
         await launcher.close()
 
 

@@ -56,6 +56,8 @@ KNOCK_S = 5.0
 """For the head to take a connection."""
 READ_S = 2.0
 MAX_READ_BYTES = 65_536
+MAX_WORDS = 500
+"""Characters of what Ray says of an actor's end."""
 
 
 class RayUnavailableError(TransientError):
@@ -365,8 +367,9 @@ class RayProcess:
                 try:
                     said, code = await actor.next_output.remote()
                 except RayActorError as error:
-                    log_file.write(f"its actor is gone: {str(error).splitlines()[0]}\n".encode())
-                    return NODE_LOST
+                    said, code = _why_gone(error)
+                    log_file.write(f"error: {said}\n".encode())
+                    return code
                 except RayError as error:
                     log_file.write(f"error: Ray cannot run it: {error}\n".encode())
                     return 1
@@ -382,6 +385,14 @@ class RayProcess:
 
     def kill(self) -> None:
         threading.Thread(target=_end, args=(self.actors, self._group), name="ray", daemon=True).start()
+
+
+def _why_gone(error: Any) -> tuple[str, int]:
+    """What a RayActorError says, and the exit code of its process: 1 where the node could not even begin it."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
+    if error.actor_init_failed:  # a traceback of the node, as of a package that it does not have
+        return f"Ray cannot start it on a node: {lines[-1].strip()}", 1
+    return f"Ray: {' '.join(lines)[:MAX_WORDS]}", NODE_LOST
 
 
 def _end(actors: Sequence[Any], group: Any) -> None:
