@@ -12,8 +12,10 @@
                                               of --alive workers, while the launcher holds as many, none has begun, and
                                               the supervisor says so; "local": nobody says anything
     groups_in_flight                          of one run at once, and the orchestrator's memory (MB) then
-    node_loss_recovery_s                      from the loss of a node of Ray to the first batch trained after its worker
-                                              was started again elsewhere; lease_s stands beside it
+    node_loss_recovery_s                      from the loss of a node of Ray, with one of two workers, until two more
+                                              batches are trained, of which the second began after it; lease_s stands
+                                              beside it, and when it was noticed (node_loss_seen_s), and its worker
+                                              had joined again, on the node that is left (node_loss_replaced_s)
     failover_pause_s                          from the kill of the broker's primary until two more batches are trained,
                                               sentinels having promoted its replica
     failover_lost_trained                     batches trained before it that the run's end does not have; its audit is
@@ -35,7 +37,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -227,15 +229,29 @@ def first_batch_s(directory: Path, *more: str) -> float:
     return round(took_s, 1)
 
 
-def node_loss_s(directory: Path, address: str, kill: Any) -> float:
-    on_ray = (*ON_RAY, f"launcher.place={address}", "generation.device=cuda")
-    with LiveRun(directory, *EMULATED, *QUICK, *on_ray, "run.batches=400") as run:
-        run.wait_for_batch(3)
+def node_loss(directory: Path, address: str, kill: Callable[..., None]) -> dict[str, float]:
+    """Of two nodes with a worker each one is killed."""
+    on_ray = (*ON_RAY, f"launcher.place={address}", "generation.device=cuda", "generation.workers=2")
+    with LiveRun(directory, *EMULATED, *QUICK, *on_ray, "run.batches=1000") as run:
+        log = run.run_dir / "logs" / "generate-0.log"
+
+        def begun() -> int:
+            return log.read_text().count('"joined"') if log.exists() else 0
+
+        run.wait_until(lambda: begun() == 1 and len(run.metrics()) >= 3, "batch 3")
         kill(holding=["workers", "generate", "--index", "0"])
         lost_s = time.monotonic()
         run.wait_until(lambda: "generate-0 ended" in run.output, "the loss of the node")
-        run.wait_for_batch(len(run.metrics()) + 1)
-        return round(time.monotonic() - lost_s, 1)
+        seen_s = time.monotonic()
+        run.wait_for_batch(len(run.metrics()) + 2)
+        trained_s = time.monotonic()
+        run.wait_until(lambda: begun() == 2, "a worker on another node")
+        again_s = time.monotonic()
+    return {
+        "node_loss_seen_s": round(seen_s - lost_s, 1),
+        "node_loss_recovery_s": round(trained_s - lost_s, 1),
+        "node_loss_replaced_s": round(again_s - lost_s, 1),
+    }
 
 
 def failover(directory: Path) -> dict[str, float]:
@@ -273,8 +289,8 @@ def on_ray(directory: Path) -> dict[str, Any]:
         for part in ("first", "loss"):
             (directory / part).mkdir()
         first_s = first_batch_s(directory / "first", *ON_RAY, f"launcher.place={nodes.address}")
-        lost_s = node_loss_s(directory / "loss", nodes.address, nodes.kill)
-    return {"ray_first_batch_s": first_s, "node_loss_recovery_s": lost_s, "lease_s": LEASE_S}
+        lost = node_loss(directory / "loss", nodes.address, nodes.kill)
+    return {"ray_first_batch_s": first_s, **lost, "lease_s": LEASE_S}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
