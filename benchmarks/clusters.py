@@ -175,9 +175,11 @@ async def launchers(count: int, at_once: int, alive: int) -> dict[str, dict[str,
         for kind in ("local", *ENGINES):
             async with faked(kind, directory, ends=True) as launcher:
                 found["launcher_ms"][kind] = await start_all(launcher, directory, count, at_once)
+            print(f"{kind}: {found['launcher_ms'][kind]}", flush=True)
             if kind != "local":
                 async with faked(kind, directory, ends=False) as launcher:
                     found["alive"][kind] = await hold_all(launcher, directory, alive, at_once)
+                print(f"{kind}, alive: {found['alive'][kind]}", flush=True)
     return found
 
 
@@ -197,6 +199,7 @@ async def orchestrators(count: int, at_once: int, seconds: float, in_flight: int
 
                     measured = await bench.measure(count, seconds, name=kind, beside=tell)
                     found[kind] = round(measured.cpu_ms, 3)
+                    print(f"orchestrator under {kind}: {measured}"[:120], flush=True)
             samples, rss_mb = await bench.fill(in_flight * GROUP_SIZE)
     return {"orchestrator": found, "groups_in_flight": samples // GROUP_SIZE, "orchestrator_mb": round(rss_mb)}
 
