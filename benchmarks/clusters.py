@@ -1,7 +1,8 @@
 """Figure ``clusters``: what it costs to start a run on an engine of many nodes, and to lose one of its nodes.
 
     ray_first_batch_s, slurm_first_batch_s    from the command to the first trained batch, preset tiny, emulated, the
-                                              cluster up; null where there is none. Slurm: whichever sinfo reaches
+                                              cluster up; null where there is none. Slurm: whichever sinfo reaches.
+    local_first_batch_s                       the same without a cluster, for comparison
     launcher_ms_per_worker                    CPU of this process to start one worker through each launcher and see it
                                               end, the most of all: engines are programs, or an API server, that answer
                                               at once (``launcher_ms``: each)
@@ -277,6 +278,10 @@ def failover(directory: Path) -> dict[str, float]:
     return {"failover_pause_s": round(pause_s, 1), "failover_lost_trained": len(lost)}
 
 
+def on_local(directory: Path) -> dict[str, Any]:
+    return {"local_first_batch_s": first_batch_s(directory)}
+
+
 def on_slurm(directory: Path) -> dict[str, Any]:
     if why := why_no_slurm():
         print(f"not on Slurm: {why}")
@@ -301,11 +306,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=50)
     parser.add_argument("--alive", type=int, default=1000)
-    parser.add_argument("--parts", default="slurm,ray,failover,launchers,orchestrator")
+    parser.add_argument("--parts", default="local,slurm,ray,failover,launchers,orchestrator")
     parser.add_argument("--seconds", type=float, default=10.0, help="that are measured of each orchestrator")
     parser.add_argument("--groups-in-flight", type=int, default=10_000)
     options = parser.parse_args(argv)
-    runs = {"slurm": on_slurm, "ray": on_ray, "failover": failover}
+    runs = {"local": on_local, "slurm": on_slurm, "ray": on_ray, "failover": failover}
     figures: dict[str, Any] = {}
     for part in options.parts.split(","):
         if part in runs:
