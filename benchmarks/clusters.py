@@ -169,11 +169,13 @@ async def faked(kind: str, directory: Path, *, ends: bool) -> AsyncIterator[Laun
         yield launcher
 
 
-async def launchers(count: int, at_once: int, alive: int) -> dict[str, dict[str, dict[str, float]]]:
+async def launchers(
+    engines: Sequence[str], count: int, at_once: int, alive: int
+) -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = {"launcher_ms": {}, "alive": {}}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        for kind in ("local", *ENGINES):
+        for kind in ("local", *engines):
             async with faked(kind, directory, ends=True) as launcher:
                 found["launcher_ms"][kind] = await start_all(launcher, directory, count, at_once)
             print(f"{kind}: {found['launcher_ms'][kind]}", flush=True)
@@ -184,14 +186,16 @@ async def launchers(count: int, at_once: int, alive: int) -> dict[str, dict[str,
     return found
 
 
-async def orchestrators(count: int, at_once: int, seconds: float, in_flight: int) -> dict[str, Any]:
+async def orchestrators(
+    engines: Sequence[str], count: int, at_once: int, seconds: float, in_flight: int
+) -> dict[str, Any]:
     """The orchestrator of ``count`` workers, while each launcher holds as many that have not begun."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as name:
         directory = Path(name)
         async with opened(directory) as bench:
             found["local"] = round((await bench.measure(count, seconds, name="local")).cpu_ms, 3)
-            for kind in ENGINES:
+            for kind in engines:
                 async with faked(kind, directory, ends=False) as launcher, held(launcher, directory, count, at_once):
                     children = Children(directory, max_restarts=3, launcher=launcher)
 
@@ -209,9 +213,10 @@ async def _end_actors(ray: RayApi) -> None:
     """As processes that have nothing to do."""
     ended = 0
     while True:
-        for actor in ray.actors[ended:]:
+        begun = ray.actors[ended:]  # threads add to them meanwhile
+        for actor in begun:
             actor.says(b"", 0)
-        ended = len(ray.actors)
+        ended += len(begun)
         await asyncio.sleep(0.02)
 
 
@@ -307,11 +312,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--at-once", type=int, default=50)
     parser.add_argument("--alive", type=int, default=1000)
     parser.add_argument("--parts", default="local,slurm,ray,failover,launchers,orchestrator")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="of parts launchers and orchestrator")
     parser.add_argument("--seconds", type=float, default=10.0, help="that are measured of each orchestrator")
     parser.add_argument("--groups-in-flight", type=int, default=10_000)
     options = parser.parse_args(argv)
     runs = {"local": on_local, "slurm": on_slurm, "ray": on_ray, "failover": failover}
     figures: dict[str, Any] = {}
+    engines = options.engines.split(",")
     for part in options.parts.split(","):
         if part in runs:
             with tempfile.TemporaryDirectory() as name:
@@ -319,9 +326,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         if part == "orchestrator":
             groups = options.groups_in_flight
-            figures |= asyncio.run(orchestrators(options.alive, options.at_once, options.seconds, groups))
+            figures |= asyncio.run(orchestrators(engines, options.alive, options.at_once, options.seconds, groups))
             continue
-        each = asyncio.run(launchers(options.workers, options.at_once, options.alive))
+        each = asyncio.run(launchers(engines, options.workers, options.at_once, options.alive))
         most = max(one["cpu_ms"] for one in each["launcher_ms"].values())
         start_s = max(one["seconds"] for one in each["launcher_ms"].values())
         figures |= {"launcher_ms_per_worker": most, "start_s": start_s, "workers": options.workers, **each}
