@@ -1,14 +1,22 @@
 """Figure ``clusters``: what it costs to start a run on an engine of many nodes, and to lose one of its nodes.
 
     ray_first_batch_s, slurm_first_batch_s    from the command to the first trained batch, preset tiny, emulated, the
-                                              cluster up; null where there is none. Slurm: whichever sinfo reaches
+                                              cluster up; null where there is none. Slurm: whichever sinfo reaches.
+    local_first_batch_s                       the same without a cluster, for comparison
     launcher_ms_per_worker                    CPU of this process to start one worker through each launcher and see it
                                               end, the most of all: engines are programs, or an API server, that answer
                                               at once (``launcher_ms``: each)
+    start_s                                   seconds until --workers processes were started and ended, the most of all
     alive                                     by launcher: seconds until --alive workers live at once, own CPU of each
-                                              (ms), of one question for what is pending (ms), and MB
-    node_loss_recovery_s                      from the loss of a node of Ray to the first batch trained after its worker
-                                              was started again elsewhere; lease_s stands beside it
+                                              (ms), of one question for what is pending and one look (ms), and MB
+    orchestrator                              by launcher: CPU of the orchestrator a sample (ms), with an emulated fleet
+                                              of --alive workers, while the launcher holds as many, none has begun, and
+                                              the supervisor says so; "local": nobody says anything
+    groups_in_flight                          of one run at once, and the orchestrator's memory (MB) then
+    node_loss_recovery_s                      from the loss of a node of Ray, with one of two workers, until two more
+                                              batches are trained, of which the second began after it; lease_s stands
+                                              beside it, and when it was noticed (node_loss_seen_s), and its worker
+                                              had joined again, on the node that is left (node_loss_replaced_s)
     failover_pause_s                          from the kill of the broker's primary until two more batches are trained,
                                               sentinels having promoted its replica
     failover_lost_trained                     batches trained before it that the run's end does not have; its audit is
@@ -17,7 +25,7 @@
 The launchers are the product's; ``--workers`` processes are started through each, ``--at-once`` at a time. Slurm's srun
 is a program that ends at once, or sleeps; the API of Kubernetes and Ray are those of the tests, in this process.
 
-    python -m benchmarks.clusters [--workers 200] [--at-once 50] [--alive 1000] [--parts slurm,ray,failover,launchers]
+    python -m benchmarks.clusters [--workers 200] [--at-once 50] [--alive 1000] [--parts failover,launchers]
 """
 
 from __future__ import annotations
@@ -30,14 +38,17 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.orchestrator import GROUP_SIZE, opened
 from orchestrator.config.load import resolve
+from orchestrator.launch.growth import tell_pending
 from orchestrator.launch.launchers.base import Launcher, ProcessSpec, Running
 from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher
 from orchestrator.launch.launchers.local import LocalLauncher
@@ -50,10 +61,12 @@ from tests.fakes.ray_api import RayApi, ray_api
 from tests.fakes.ray_nodes import ray_nodes
 from tests.fakes.redis_servers import Servers, Watched
 from tests.fakes.slurm_nodes import why_no_slurm
+from transport.broker.base import Broker
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 
 NOTHING = ["/bin/true"]
+ENGINES = ("slurm", "ray", "kubernetes")
 ON_RAY = ("launcher.kind=ray", "launcher.address=127.0.0.1")
 LEASE_S = 4.0
 """As QUICK has it."""
@@ -70,31 +83,46 @@ async def start_all(launcher: Launcher, directory: Path, count: int, at_once: in
 
     async def one(number: int) -> None:
         async with place:
-            await children.keep(ProcessSpec(name=f"generate-{number}", argv=NOTHING, kind=WorkerKind.GENERATE))
+            await children.keep(spec_of(number))
 
     await asyncio.gather(*(one(number) for number in range(count)))
     cpu_ms = (time.process_time() - cpu_s) * 1000 / count
     return {"cpu_ms": round(cpu_ms, 2), "seconds": round(time.monotonic() - began_s, 2)}
 
 
-async def hold_all(launcher: Launcher, directory: Path, count: int, at_once: int) -> dict[str, float]:
-    """Start ``count`` workers that live on, ask what is pending, end them all."""
-    place, began_s, cpu_s = asyncio.Semaphore(at_once), time.monotonic(), time.process_time()
-    rss_bytes = psutil.Process().memory_info().rss
+def spec_of(number: int) -> ProcessSpec:
+    return ProcessSpec(name=f"generate-{number}", argv=NOTHING, kind=WorkerKind.GENERATE)
+
+
+@asynccontextmanager
+async def held(launcher: Launcher, directory: Path, count: int, at_once: int) -> AsyncIterator[list[Running]]:
+    """Workers that live on; ended at the end."""
+    place = asyncio.Semaphore(at_once)
 
     async def one(number: int) -> Running:
-        spec = ProcessSpec(name=f"generate-{number}", argv=NOTHING, kind=WorkerKind.GENERATE)
         async with place:
-            return await launcher.start(spec, directory / f"{spec.name}.log")
+            return await launcher.start(spec_of(number), directory / f"generate-{number}.log")
 
     started = await asyncio.gather(*(one(number) for number in range(count)))
-    took_s, started_s = time.monotonic() - began_s, time.process_time()
-    await launcher.pending()
-    asked_s, grown_bytes = time.process_time(), psutil.Process().memory_info().rss - rss_bytes
-    assert all(process.returncode is None for process in started)
-    for process in started:
-        os.kill(process.pid, signal.SIGKILL) if isinstance(process, SrunProcess) else process.kill()
-    await asyncio.gather(*(process.wait() for process in started))
+    try:
+        yield started
+    finally:
+        for process in started:
+            os.kill(process.pid, signal.SIGKILL) if isinstance(process, SrunProcess) else process.kill()
+        await asyncio.gather(*(process.wait() for process in started))
+
+
+async def hold_all(launcher: Launcher, directory: Path, count: int, at_once: int) -> dict[str, float]:
+    """What it takes to start ``count`` workers that live on, and to ask what is pending: all of them."""
+    began_s, cpu_s, rss_bytes = time.monotonic(), time.process_time(), psutil.Process().memory_info().rss
+    async with held(launcher, directory, count, at_once) as started:
+        took_s, started_s = time.monotonic() - began_s, time.process_time()
+        if isinstance(launcher, KubernetesLauncher):
+            await launcher.look()
+        waiting = await launcher.pending()
+        asked_s, grown_bytes = time.process_time(), psutil.Process().memory_info().rss - rss_bytes
+        assert len(waiting) == count
+        assert all(process.returncode is None for process in started)
     return {
         "seconds": round(took_s, 2),
         "cpu_ms": round((started_s - cpu_s) * 1000 / count, 2),
@@ -113,7 +141,11 @@ async def faked(kind: str, directory: Path, *, ends: bool) -> AsyncIterator[Laun
         if kind == "slurm":
             programs = directory / f"bin-{ends}"
             programs.mkdir()
-            asked = {"srun": "" if ends else "exec sleep 3600", "squeue": "", "scancel": ""}
+            (programs / "queue").write_text(
+                "".join(f"{n}|streamrl/bench/generate-{n}|Resources\n" for n in range(2000))
+            )
+            does_queue = f"exec cat {programs}/queue"
+            asked = {"srun": "" if ends else "exec sleep 3600", "squeue": does_queue, "scancel": ""}
             for program, does in asked.items():
                 (programs / program).write_text(f"#!/bin/sh\n{does}\n")
                 (programs / program).chmod(0o755)
@@ -137,26 +169,54 @@ async def faked(kind: str, directory: Path, *, ends: bool) -> AsyncIterator[Laun
         yield launcher
 
 
-async def launchers(count: int, at_once: int, alive: int) -> dict[str, dict[str, dict[str, float]]]:
+async def launchers(
+    engines: Sequence[str], count: int, at_once: int, alive: int
+) -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = {"launcher_ms": {}, "alive": {}}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        for kind in ("local", "slurm", "ray", "kubernetes"):
+        for kind in ("local", *engines):
             async with faked(kind, directory, ends=True) as launcher:
                 found["launcher_ms"][kind] = await start_all(launcher, directory, count, at_once)
+            print(f"{kind}: {found['launcher_ms'][kind]}", flush=True)
             if kind != "local":
                 async with faked(kind, directory, ends=False) as launcher:
                     found["alive"][kind] = await hold_all(launcher, directory, alive, at_once)
+                print(f"{kind}, alive: {found['alive'][kind]}", flush=True)
     return found
+
+
+async def orchestrators(
+    engines: Sequence[str], count: int, at_once: int, seconds: float, in_flight: int
+) -> dict[str, Any]:
+    """The orchestrator of ``count`` workers, while each launcher holds as many that have not begun."""
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as name:
+        directory = Path(name)
+        async with opened(directory) as bench:
+            found["local"] = round((await bench.measure(count, seconds, name="local")).cpu_ms, 3)
+            for kind in engines:
+                async with faked(kind, directory, ends=False) as launcher, held(launcher, directory, count, at_once):
+                    children = Children(directory, max_restarts=3, launcher=launcher)
+
+                    async def tell(broker: Broker, children: Children = children) -> None:
+                        await children.watch_pending(partial(tell_pending, broker))
+
+                    measured = await bench.measure(count, seconds, name=kind, beside=tell)
+                    found[kind] = round(measured.cpu_ms, 3)
+                    print(f"orchestrator under {kind}: {measured}"[:120], flush=True)
+            samples, rss_mb = await bench.fill(in_flight * GROUP_SIZE)
+    return {"orchestrator": found, "groups_in_flight": samples // GROUP_SIZE, "orchestrator_mb": round(rss_mb)}
 
 
 async def _end_actors(ray: RayApi) -> None:
     """As processes that have nothing to do."""
     ended = 0
     while True:
-        for actor in ray.actors[ended:]:
+        begun = ray.actors[ended:]  # threads add to them meanwhile
+        for actor in begun:
             actor.says(b"", 0)
-        ended = len(ray.actors)
+        ended += len(begun)
         await asyncio.sleep(0.02)
 
 
@@ -178,15 +238,29 @@ def first_batch_s(directory: Path, *more: str) -> float:
     return round(took_s, 1)
 
 
-def node_loss_s(directory: Path, address: str, kill: Any) -> float:
-    on_ray = (*ON_RAY, f"launcher.place={address}", "generation.device=cuda")
-    with LiveRun(directory, *EMULATED, *QUICK, *on_ray, "run.batches=400") as run:
-        run.wait_for_batch(3)
+def node_loss(directory: Path, address: str, kill: Callable[..., None]) -> dict[str, float]:
+    """Of two nodes with a worker each one is killed."""
+    on_ray = (*ON_RAY, f"launcher.place={address}", "generation.device=cuda", "generation.workers=2")
+    with LiveRun(directory, *EMULATED, *QUICK, *on_ray, "run.batches=1000") as run:
+        log = run.run_dir / "logs" / "generate-0.log"
+
+        def begun() -> int:
+            return log.read_text().count('"joined"') if log.exists() else 0
+
+        run.wait_until(lambda: begun() == 1 and len(run.metrics()) >= 3, "batch 3")
         kill(holding=["workers", "generate", "--index", "0"])
         lost_s = time.monotonic()
         run.wait_until(lambda: "generate-0 ended" in run.output, "the loss of the node")
-        run.wait_for_batch(len(run.metrics()) + 1)
-        return round(time.monotonic() - lost_s, 1)
+        seen_s = time.monotonic()
+        run.wait_for_batch(len(run.metrics()) + 2)
+        trained_s = time.monotonic()
+        run.wait_until(lambda: begun() == 2, "a worker on another node")
+        again_s = time.monotonic()
+    return {
+        "node_loss_seen_s": round(seen_s - lost_s, 1),
+        "node_loss_recovery_s": round(trained_s - lost_s, 1),
+        "node_loss_replaced_s": round(again_s - lost_s, 1),
+    }
 
 
 def failover(directory: Path) -> dict[str, float]:
@@ -209,6 +283,10 @@ def failover(directory: Path) -> dict[str, float]:
     return {"failover_pause_s": round(pause_s, 1), "failover_lost_trained": len(lost)}
 
 
+def on_local(directory: Path) -> dict[str, Any]:
+    return {"local_first_batch_s": first_batch_s(directory)}
+
+
 def on_slurm(directory: Path) -> dict[str, Any]:
     if why := why_no_slurm():
         print(f"not on Slurm: {why}")
@@ -224,8 +302,8 @@ def on_ray(directory: Path) -> dict[str, Any]:
         for part in ("first", "loss"):
             (directory / part).mkdir()
         first_s = first_batch_s(directory / "first", *ON_RAY, f"launcher.place={nodes.address}")
-        lost_s = node_loss_s(directory / "loss", nodes.address, nodes.kill)
-    return {"ray_first_batch_s": first_s, "node_loss_recovery_s": lost_s, "lease_s": LEASE_S}
+        lost = node_loss(directory / "loss", nodes.address, nodes.kill)
+    return {"ray_first_batch_s": first_s, **lost, "lease_s": LEASE_S}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -233,18 +311,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=50)
     parser.add_argument("--alive", type=int, default=1000)
-    parser.add_argument("--parts", default="slurm,ray,failover,launchers")
+    parser.add_argument("--parts", default="local,slurm,ray,failover,launchers,orchestrator")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="of parts launchers and orchestrator")
+    parser.add_argument("--seconds", type=float, default=10.0, help="that are measured of each orchestrator")
+    parser.add_argument("--groups-in-flight", type=int, default=10_000)
     options = parser.parse_args(argv)
-    runs = {"slurm": on_slurm, "ray": on_ray, "failover": failover}
+    runs = {"local": on_local, "slurm": on_slurm, "ray": on_ray, "failover": failover}
     figures: dict[str, Any] = {}
+    engines = options.engines.split(",")
     for part in options.parts.split(","):
         if part in runs:
             with tempfile.TemporaryDirectory() as name:
                 figures |= runs[part](Path(name))
             continue
-        each = asyncio.run(launchers(options.workers, options.at_once, options.alive))
+        if part == "orchestrator":
+            groups = options.groups_in_flight
+            figures |= asyncio.run(orchestrators(engines, options.alive, options.at_once, options.seconds, groups))
+            continue
+        each = asyncio.run(launchers(engines, options.workers, options.at_once, options.alive))
         most = max(one["cpu_ms"] for one in each["launcher_ms"].values())
-        figures |= {"launcher_ms_per_worker": most, "workers": options.workers, **each}
+        start_s = max(one["seconds"] for one in each["launcher_ms"].values())
+        figures |= {"launcher_ms_per_worker": most, "start_s": start_s, "workers": options.workers, **each}
     print(json.dumps({**figures, "load": round(os.getloadavg()[0], 1)}))
 
 

@@ -18,9 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import psutil
 import uvloop
@@ -28,6 +29,7 @@ import uvloop
 from benchmarks.emulated_fleet import EmulatedFleet
 from benchmarks.run import ROOT
 from orchestrator.config.load import render, resolve
+from transport.broker.base import Broker
 from transport.broker.embedded import EmbeddedServer
 from transport.broker.redis_streams import connect
 from transport.contracts.settings import BrokerSettings
@@ -46,6 +48,9 @@ WARM_UP_S = 3.0
 START_S = 60.0
 FILL_S = 240.0
 FOREVER_S = 1e6
+
+Beside: TypeAlias = Callable[[Broker], Coroutine[Any, Any, None]]
+"""What a supervisor does to the run's broker meanwhile, forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +107,23 @@ class Bench:
                 process.kill()
                 await process.wait()
 
-    async def measure(self, num_workers: int, seconds: float) -> Measured:
-        """Let a fleet of so many workers run for a while."""
+    async def measure(
+        self, num_workers: int, seconds: float, *, name: str = "", beside: Beside | None = None
+    ) -> Measured:
+        """Let a fleet of so many workers run for a while.
+
+        name: of the run, unlike others of this bench.
+        """
         capacity = max(GROUP_SIZE, IN_FLIGHT // num_workers)
         in_flight = num_workers * (capacity + GROUP_SIZE)
-        name = f"with-{num_workers}"
+        name = name or f"with-{num_workers}"
         longer = LONG_BATCH if num_workers == LATENCY_AT else 1
         async with self.orchestrator(name, longer * in_flight // GROUP_SIZE) as process:
             sample_s = in_flight / SAMPLES_PER_S
             poll_s = 0.25 if num_workers <= 128 else 1.0
-            async with self.fleet(name, num_workers, capacity, sample_s=sample_s, poll_s=poll_s) as fleet:
+            async with self.fleet(
+                name, num_workers, capacity, sample_s=sample_s, poll_s=poll_s, beside=beside
+            ) as fleet:
                 await until(lambda: fleet.tally.samples > 0, START_S + 2 * sample_s, "sample")
                 await asyncio.sleep(1.5 * sample_s + WARM_UP_S)
                 before, samples, started_s = cpu_s(process), fleet.tally.samples, time.monotonic()
@@ -136,20 +148,29 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def fleet(
-        self, run: str, num_workers: int, capacity: int, *, sample_s: float, poll_s: float
+        self,
+        run: str,
+        num_workers: int,
+        capacity: int,
+        *,
+        sample_s: float,
+        poll_s: float,
+        beside: Beside | None = None,
     ) -> AsyncIterator[EmulatedFleet]:
         broker = await connect(
             BrokerSettings(), RunName(run), url=self.server.url, password=self.server.password, outage_s=5.0
         )
         fleet = EmulatedFleet(broker, num_workers, capacity, group_size=GROUP_SIZE, sample_s=sample_s, poll_s=poll_s)
-        working = asyncio.create_task(fleet.run())
+        working = [asyncio.create_task(work) for work in (fleet.run(), *([beside(broker)] if beside else []))]
         try:
             yield fleet
-            if working.done():
-                working.result()
+            for task in working:
+                if task.done():
+                    task.result()
         finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
             await broker.close()
 
 
@@ -166,15 +187,23 @@ def cpu_s(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def bench(workers: Sequence[int], seconds: float, in_flight: int, directory: Path) -> dict[str, float]:
+@contextlib.asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[Bench]:
+    """What all runs of a bench share, in ``directory``."""
     data = directory / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n} + {n} =", "answer": str(2 * n)}) + "\n" for n in range(512)))
     model_dir = await asyncio.to_thread(prepare_model, "random:qwen3-tiny", cache_dir=model_cache(os.environ))
     server = EmbeddedServer(directory / "broker", appendfsync="no")
     await server.start()
-    figures: dict[str, float] = {}
     try:
-        bench = Bench(server=server, directory=directory, model_dir=model_dir, data=data)
+        yield Bench(server=server, directory=directory, model_dir=model_dir, data=data)
+    finally:
+        await server.stop()
+
+
+async def measure_all(workers: Sequence[int], seconds: float, in_flight: int, directory: Path) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    async with opened(directory) as bench:
         for count in workers:
             measured = await bench.measure(count, seconds)
             figures[f"cpu_ms_per_sample_{count}"] = round(measured.cpu_ms, 3)
@@ -191,8 +220,6 @@ async def bench(workers: Sequence[int], seconds: float, in_flight: int, director
         if in_flight:
             filled, rss_mb = await bench.fill(in_flight)
             figures |= {"rollouts_in_flight": filled, "rss_mb": round(rss_mb)}
-    finally:
-        await server.stop()
     return figures
 
 
@@ -204,7 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     workers = [int(count) for count in options.workers.split(",")]
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as directory:
-        figures = uvloop.run(bench(workers, options.seconds, options.in_flight, Path(directory)))
+        figures = uvloop.run(measure_all(workers, options.seconds, options.in_flight, Path(directory)))
     print(json.dumps(figures))
 
 

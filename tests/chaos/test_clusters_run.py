@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from orchestrator.launch.launchers.ray_cluster import RECONNECT
-from tests.chaos.test_elastic_run import ELASTIC
+from tests.chaos.test_elastic_run import BATCHES as BATCHES_OF_ELASTIC
+from tests.chaos.test_elastic_run import ELASTIC, GROUPS, PHASES, SAMPLES, check_journal
 from tests.fakes.command_line import orchestrator
-from tests.fakes.live_run import EMULATED, QUICK, LiveRun
+from tests.fakes.live_run import EMULATED, PACED, QUICK, LiveRun, check_whole
 from tests.fakes.ray_nodes import ray_nodes
 from tests.fakes.slurm_nodes import ask_slurm, why_no_slurm
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 END_S = 600.0
-BATCHES = 100
+BATCHES = 40
 """Enough that the run is not over when its script is told of the end."""
 
 
@@ -35,6 +37,24 @@ def slurm() -> None:
 
 
 SLURM = ("launcher.kind=slurm", "launcher.address=127.0.0.1")
+
+
+def jobs() -> list[str]:
+    """ "<id> <name>" of those of the run that have not ended."""
+    lines = ask_slurm("squeue", "-h", "--me", "-t", "R,PD,CF", "-o", "%i %j").splitlines()
+    return [line for line in lines if " streamrl/tiny/" in line]
+
+
+def parts_of_jobs() -> list[str]:
+    """Ids of all jobs that have not ended; components of a heterogeneous one have its id, "7+0"."""
+    return [part.partition("+")[0] for part in ask_slurm("squeue", "-h", "-t", "R,PD,CG", "-o", "%i", "--me").split()]
+
+
+def lengths_in(directory: Path, means: Sequence[int]) -> str:
+    """A setting: answers of these mean lengths, equally many of each."""
+    path, each = directory / "lengths.txt", BATCHES_OF_ELASTIC // len(means) * GROUPS * SAMPLES
+    path.write_text("\n".join(str(mean * (7 + n % 7) // 10) for mean in means for n in range(each)))
+    return f"generation.lengths={path}"
 
 
 @pytest.mark.usefixtures("slurm")
@@ -57,7 +77,33 @@ def test_a_job_is_cancelled_and_a_node_taken_down_and_every_batch_is_trained_onc
                 ask_slurm("scontrol", "update", f"nodename={node}", "state=resume")
         assert run.audit().returncode == 0
         assert len(run.metrics()) == 30
-        assert not ask_slurm("squeue", "-h", "--me", "-o", "%j").count("streamrl/tiny/")
+        assert not jobs()
+
+
+@pytest.mark.usefixtures("slurm")
+def test_no_job_outlives_a_supervisor_that_was_killed_once_its_run_goes_on(tmp_path: Path):
+    with LiveRun(tmp_path, *PACED, *QUICK, *SLURM, "run.batches=20", "generation.workers=2") as run:
+        run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
+        before = set(jobs())
+        assert len(before) == 4, "two workers that generate, one that scores, the trainer"
+        run.interrupt(signal.SIGKILL)
+        assert run.wait_for_end() == -signal.SIGKILL
+        run.start("--resume")
+        run.wait_until(lambda: not before & set(jobs()), "the end of all jobs of the dead supervisor")
+        assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
+        assert run.audit().returncode == 0
+        assert len(run.metrics()) == 20
+        assert not jobs()
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_run_grows_by_jobs_and_shrinks_again(tmp_path: Path):
+    with LiveRun(tmp_path, *ELASTIC, *SLURM, lengths_in(tmp_path, PHASES)) as run:
+        run.wait_until(lambda: "generate-1" in " ".join(jobs()), "a further job", timeout_s=END_S)
+        assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
+        assert run.audit().returncode == 0
+        assert not jobs()
+    check_journal(run)
 
 
 @pytest.mark.usefixtures("slurm")
@@ -108,7 +154,7 @@ def test_a_batch_script_that_is_told_of_its_end_saves_is_queued_again_and_goes_o
         assert seen < BATCHES
         ask_slurm("scontrol", "update", f"jobid={job}", "starttime=now")
         until(lambda: trained() > seen, "batch after it")
-        until(lambda: not ask_slurm("squeue", "-h", "-t", "R,PD,CG", "-o", "%i", "--me").split().count(job), "end")
+        until(lambda: job not in parts_of_jobs(), "end")
         assert trained() == BATCHES
         audit = orchestrator("inspect", str(run_dir), "--audit", cwd=tmp_path)
         assert audit.returncode == 0, audit.stdout + audit.stderr
@@ -117,12 +163,18 @@ def test_a_batch_script_that_is_told_of_its_end_saves_is_queued_again_and_goes_o
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_a_run_with_a_ray_of_its_own_trains_all_and_leaves_none_of_it(tmp_path: Path):
+    with LiveRun(tmp_path, *EMULATED, *QUICK, "launcher.kind=ray", "generation.workers=2") as run:
+        run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
+        run.kill("workers", "generate", "--index", "1")
+        run.wait_until(lambda: "generate-1 ended" in run.output, "the end of a worker that was killed")
+        check_whole(run)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_a_run_grows_on_three_raylets_and_one_is_killed(tmp_path: Path):
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(str(mean * (7 + n % 7) // 10) for mean in (60, 320) for n in range(8 * 32)))
     with ray_nodes(tmp_path) as cluster:
-        settings = [setting for setting in ELASTIC if not setting.startswith("run.batches")]
-        settings += ["run.batches=24", f"generation.lengths={lengths}", "generation.device=cuda"]
+        settings = [*ELASTIC, lengths_in(tmp_path, (60, 320)), "generation.device=cuda"]
         settings += ["launcher.kind=ray", f"launcher.place={cluster.address}", "launcher.address=127.0.0.1"]
         with LiveRun(tmp_path, *settings, *QUICK) as run:
             run.wait_until(lambda: "generation workers 1 -> " in run.output, "more workers", timeout_s=END_S)
@@ -130,7 +182,7 @@ def test_a_run_grows_on_three_raylets_and_one_is_killed(tmp_path: Path):
             run.wait_until(lambda: "generate-0 ended" in run.output, "the loss of a raylet")
             assert run.wait_for_end(timeout_s=END_S) == 0, run.describe()
             assert run.audit().returncode == 0
-            assert len(run.metrics()) == 24
+            assert len(run.metrics()) == BATCHES_OF_ELASTIC
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

@@ -1,4 +1,4 @@
-"""A run whose broker's server is killed, with a replica that sentinels promote."""
+"""A run whose broker's server is killed, with a replica that is promoted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
-from tests.fakes.redis_servers import Servers, Watched
+from tests.fakes.redis_servers import Clustered, Servers, Watched
 
 pytestmark = pytest.mark.chaos
 
@@ -17,15 +17,18 @@ BATCHES = 30
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
-    servers = Servers(tmp_path / "servers")
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    made = Servers(tmp_path / "servers")
     try:
-        yield Watched(servers)
+        yield made
     finally:
-        servers.kill()
+        made.kill()
 
 
-def test_a_run_goes_on_with_the_replica_and_trains_every_row_once(tmp_path: Path, watched: Watched) -> None:
+@pytest.mark.parametrize("kind", ["sentinels", "cluster"])
+def test_a_run_goes_on_with_the_replica_and_trains_every_row_once(tmp_path: Path, servers: Servers, kind: str) -> None:
+    """Sentinels promote it, or the other nodes of the cluster."""
+    watched = Watched(servers) if kind == "sentinels" else Clustered(servers, "tiny")
     settings = (*QUICK, *EMULATED, "emulated.time_scale=0.1", f"broker.url={watched.url}", f"run.batches={BATCHES}")
     with LiveRun(tmp_path, *settings) as run:
         run.wait_for_batch(5)

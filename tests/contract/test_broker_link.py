@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -16,7 +15,7 @@ import redis
 from tests.fakes.broker_entries import told
 from tests.fakes.cutting_proxy import CuttingProxy
 from tests.fakes.explicit_ids import append_at
-from tests.fakes.redis_servers import ServerProcess, filled, find_binary, free_port, small_disk
+from tests.fakes.redis_servers import ServerProcess, filled, find_binary, free_port, self_signed, small_disk
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite, RowWrite, StreamWrite
 from transport.broker.redis_link import RedisLink, ScriptCall
@@ -447,24 +446,17 @@ async def test_error_never_shows_the_password(servers: Servers) -> None:
 @pytest.fixture
 def tls_files(tmp_path: Path) -> Path:
     """A certificate of 127.0.0.1 that signs itself, its key, and that key behind a pass phrase."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl binary to make a certificate with")
-    command = (
-        f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    )
-    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "ca.pem")]
-    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    _, key = self_signed(tmp_path)
     locked = [
         "-aes256",
         "-passout",
         "pass:word",
         "-in",
-        str(tmp_path / "key.pem"),
+        key,
         "-out",
         str(tmp_path / "locked.pem"),
     ]
-    subprocess.run([openssl, "rsa", *locked], check=True, capture_output=True)
+    subprocess.run(["openssl", "rsa", *locked], check=True, capture_output=True)
     return tmp_path
 
 

@@ -20,6 +20,7 @@ class KubernetesApi:
         self.objects: dict[str, dict[str, Any]] = {}
         self.asked: list[tuple[str, str]] = []
         self.refuse: tuple[int, str] | None = None
+        self.refuse_lists: tuple[int, str] | None = None
         self.answers = threading.Event()
         """While it is not set, what is created is created, and its answer does not come."""
         self.answers.set()
@@ -28,8 +29,9 @@ class KubernetesApi:
     def status(self, name: str, phase: str, **more: Any) -> None:
         self.objects[name]["status"] = {"phase": phase, **more}
 
-    def ended(self, name: str, code: int) -> None:
-        state = {"terminated": {"exitCode": code}}
+    def ended(self, name: str, code: int, **more: str) -> None:
+        """more: reason and message, as the node has them."""
+        state = {"terminated": {"exitCode": code, **more}}
         container = {"name": "streamrl", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": state}
         self.status(name, "Failed" if code else "Succeeded", containerStatuses=[container])
 
@@ -38,6 +40,8 @@ class KubernetesApi:
         self.asked.append((method, place.path))
         if self.refuse is not None and method == "POST":
             return self.refuse[0], {"kind": "Status", "status": "Failure", "message": self.refuse[1]}
+        if self.refuse_lists is not None and method == "GET":
+            return self.refuse_lists[0], {"kind": "Status", "status": "Failure", "message": self.refuse_lists[1]}
         name = place.path.rpartition("/")[2]
         if method == "POST":
             made = json.loads(body)

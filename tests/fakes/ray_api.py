@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+LATE_S = 30.0
 
 
 class RayError(Exception):
@@ -17,16 +20,29 @@ class RayError(Exception):
 
 
 class RayActorError(RayError):
-    pass
+    actor_init_failed = False
+
+
+NODE_DIED = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: Host\n\tactor_id: 0\n"
+    "The actor died because its node has died. Node Id: 1"
+)
+NO_PACKAGE = (
+    "The actor died because of an error raised in its creation task, \x1b[36mray::Host.__init__()\x1b[39m\n"
+    "RuntimeError: The actor with name Host failed to import on the worker.\n\nTraceback (most recent call last):\n"
+    "ModuleNotFoundError: No module named 'orchestrator'\n"
+)
+"""What Ray 2.60 says."""
 
 
 class FakeActor:
-    """options, given: of its creation.  sent: signals."""
+    """options, given: of its creation.  sent: signals.  was_killed: by Ray, as somebody asked."""
 
     def __init__(self, options: dict[str, Any], given: tuple[Any, ...]) -> None:
         self.options = options
         self.given = given
         self.sent: list[int] = []
+        self.was_killed = False
         self.next_output = SimpleNamespace(remote=lambda: self._said)
         self.send = SimpleNamespace(remote=self.sent.append)
         self._said: asyncio.Future[tuple[bytes, int | None]] = self._loop().create_future()
@@ -39,10 +55,12 @@ class FakeActor:
         said, self._said = self._said, self._loop().create_future()
         said.set_result((text, code))
 
-    def lost(self) -> None:
-        """With its node."""
+    def lost(self, why: str = NODE_DIED) -> None:
+        """With its node, or since the node could not begin it."""
         if not self._said.done():
-            self._said.set_exception(RayActorError("The actor died because its node has died."))
+            error = RayActorError(why)
+            error.actor_init_failed = why == NO_PACKAGE
+            self._said.set_exception(error)
             self._said.exception()  # nobody need ask
 
 
@@ -58,11 +76,17 @@ class RayApi(ModuleType):
         self.actors: list[FakeActor] = []
         self.groups: list[list[dict[str, float]]] = []
         self.initialized: dict[str, Any] | None = None
+        self.refuses: Exception | None = None
         self.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
         self.util = SimpleNamespace(placement_group=self._group, remove_placement_group=lambda group: None)
         self._numbers = itertools.count()
+        self.answers = threading.Event()
+        """While it is not set, nothing that was asked for is created, and the call waits."""
+        self.answers.set()
 
     def init(self, **given: Any) -> None:
+        if self.refuses is not None:
+            raise self.refuses
         self.initialized = given
 
     def is_initialized(self) -> bool:
@@ -83,11 +107,13 @@ class RayApi(ModuleType):
         return SimpleNamespace(options=options)
 
     def _create(self, asked: dict[str, Any], given: tuple[Any, ...]) -> FakeActor:
+        assert self.answers.wait(LATE_S)
         actor = FakeActor(asked, given)
         self.actors.append(actor)
         return actor
 
     def kill(self, actor: FakeActor, *, no_restart: bool) -> None:
+        actor.was_killed = True
         with suppress(RuntimeError):  # from a thread, as late as it likes: the loop may be closed
             self.loop.call_soon_threadsafe(actor.lost)
 

@@ -19,6 +19,9 @@ from transport.broker.embedded import packaged_binary
 FULL_DISK_BYTES = 24 * 2**20
 """Of a disk for tests to fill: enough for a server to start on."""
 READY_S = 60.0
+SLOTS = 16_384
+"""Of every cluster."""
+SLOTS_EACH = SLOTS // 3
 PORTS = range(20_000, 32_000)
 """Below the kernel's ephemeral ports (32768 up): a client that keeps connecting to a closed ephemeral port of its own
 host can connect to itself, and then the restarted server cannot have its port back."""
@@ -109,6 +112,32 @@ class Watched:
                 )
 
 
+class Clustered:
+    """A cluster of three primaries; that which has the keys of run ``name`` has a replica, which takes its place."""
+
+    def __init__(self, servers: Servers, name: str) -> None:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+        nodes = [servers.start(*options) for _ in range(4)]
+        self.primary, self.replica = nodes[0], nodes[3]
+        self.url = f"redis+cluster://{','.join(f'127.0.0.1:{node.port}' for node in nodes)}"
+        clients = [redis.Redis(port=node.port) for node in nodes]
+        own = clients[0].execute_command("CLUSTER", "KEYSLOT", f"{{{name}}}") // SLOTS_EACH
+        thirds = [range(third * SLOTS_EACH, (third + 1) * SLOTS_EACH) for third in range(3)]
+        thirds[2] = range(2 * SLOTS_EACH, SLOTS)
+        thirds = [thirds[min(own, 2)], *(slots for third, slots in enumerate(thirds) if third != min(own, 2))]
+        for client, slots in zip(clients, thirds, strict=False):
+            client.execute_command("CLUSTER", "ADDSLOTS", *slots)
+        for client in clients[1:]:
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+        for client in clients:
+            until(lambda c=client: b"cluster_known_nodes:4" in c.execute_command("CLUSTER", "INFO"), "its other nodes")
+        clients[3].execute_command("CLUSTER", "REPLICATE", clients[0].execute_command("CLUSTER", "MYID"))
+        until(lambda: clients[3].info("replication").get("master_link_status") == "up", "the replica")
+        for client in clients:
+            until(lambda c=client: b"cluster_state:ok" in c.execute_command("CLUSTER", "INFO"), "the cluster")
+            client.close()
+
+
 def until(is_so: Callable[[], bool], what: str) -> None:
     deadline_s = time.monotonic() + READY_S
     while not is_so():
@@ -140,6 +169,15 @@ def filled(disk: Path) -> Iterator[None]:
         yield
     finally:
         ballast.unlink()
+
+
+def self_signed(directory: Path) -> tuple[str, str]:
+    """Files of a certificate of 127.0.0.1 that signs itself, and of its key. Skips the test without openssl."""
+    openssl = shutil.which("openssl") or pytest.skip("no openssl binary to make a certificate with")
+    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    certificate, key = str(directory / "ca.pem"), str(directory / "key.pem")
+    subprocess.run([openssl, *words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
 
 
 def find_binary(kind: str) -> Path | None:

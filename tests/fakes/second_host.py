@@ -1,4 +1,4 @@
-"""A second host: a network and a host name of its own, joined to ours by a virtual cable.
+"""A second host: a network, a host name and a clock of its own, joined to ours by a virtual cable.
 
 Needs root, iproute2 and unshare; a test that asks for one is skipped, and says so, elsewhere.
 """
@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+
+UP_S = 1_000_000
+"""Far more than any deadline: time that is compared between hosts shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +49,21 @@ def second_host() -> Iterator[SecondHost]:
         ip("-n", name, "addr", "add", f"{there}/30", "dev", cable[1])
         ip("-n", name, "link", "set", cable[1], "up")
         ip("-n", name, "link", "set", "lo", "up")
-        begin = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname other && exec "$@"', "sh")
-        yield SecondHost(here=here, there=there, run=begin)
+        yield SecondHost(here=here, there=there, run=begin_there(name, "other", up_s=UP_S))
     finally:
         # The namespace takes its end of the cable along, but later: the next test's would find it in the way.
         subprocess.run(["ip", "link", "del", cable[0]], check=False, capture_output=True, timeout=10)
         ip("netns", "del", name)
+
+
+def begin_there(namespace: str, hostname: str, *, up_s: int) -> tuple[str, ...]:
+    """Beginning of a command line that runs on a host whose network ``namespace`` is.
+
+    up_s: how long it has been up already when this machine was switched on: its monotonic clock is so far ahead.
+    """
+    clock = ("--time", "--monotonic", str(up_s), "--boottime", str(up_s))
+    call = f'hostname {hostname} && exec "$@"'
+    return ("ip", "netns", "exec", namespace, "unshare", "--uts", *clock, "sh", "-c", call, "sh")
 
 
 def ip(*arguments: str) -> None:

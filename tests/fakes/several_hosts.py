@@ -1,4 +1,5 @@
-"""Several hosts on one network: each a network and a host name of its own, on a bridge, with links as slow as wanted.
+"""Several hosts on one network: each a network, a host name and a clock of its own, on a bridge, with links as slow as
+wanted.
 
 Needs root, iproute2 and unshare; a test that asks for them is skipped, and says so, elsewhere.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.fakes.second_host import ip
+from tests.fakes.second_host import UP_S, begin_there, ip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,6 @@ def several_hosts(number: int) -> Iterator[list[Host]]:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "card")
             ip("-n", name, "link", "set", "card", "up")
             ip("-n", name, "link", "set", "lo", "up")
-            call = f'hostname host-{index} && exec "$@"'
-            begin = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", call, "sh")
+            begin = begin_there(name, f"host-{index}", up_s=index * UP_S)
             hosts.append(Host(name=name, address=address, run=begin))
         yield hosts

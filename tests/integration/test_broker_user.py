@@ -1,4 +1,4 @@
-"""A run as a user of the broker that may send what a run sends, and nothing else."""
+"""A run as a user of the broker that may send what a run sends, and nothing else; and one that shows a certificate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
-from tests.fakes.redis_servers import ServerProcess, Servers
+from tests.fakes.redis_servers import ServerProcess, Servers, find_binary, free_port, self_signed
 from transport.broker.redis_streams import COMMANDS
 
 PASSWORD = "a-long-password"
@@ -50,3 +50,26 @@ def test_a_whole_run_is_refused_no_command(tmp_path: Path, server: ServerProcess
         for refused in (("GET", "another's"), ("CONFIG", "SET", "dir", "/tmp"), ("FLUSHALL",), ("KEYS", "*")):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*refused)
+
+
+def test_a_whole_run_shows_every_connection_its_certificate(tmp_path: Path) -> None:
+    """The server refuses who has none, and has no port without TLS."""
+    certificate, key = self_signed(tmp_path)
+    binary = find_binary("redis") or pytest.skip("no redis-server on this machine")
+    tls = ("--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate)
+    port = free_port()
+    options = ("--port", "0", "--tls-port", str(port), *tls, "--tls-auth-clients", "yes")
+    server = ServerProcess(binary, tmp_path / "server", *options)
+    try:
+        server.wait_listening(port)
+        files = (f"broker.tls_ca={certificate}", f"broker.tls_cert={certificate}", f"broker.tls_key={key}")
+        url = f"broker.url=rediss://127.0.0.1:{port}"
+        with LiveRun(tmp_path, *QUICK, *EMULATED, url, *files, "run.batches=4") as run:
+            assert run.wait_for_end() == 0, run.describe()
+            audit = run.audit()
+            assert audit.returncode == 0, audit.stdout + audit.stderr
+        stranger = redis.Redis(port=port, ssl=True, ssl_ca_certs=certificate)
+        with stranger, pytest.raises(redis.exceptions.ConnectionError):
+            stranger.ping()
+    finally:
+        server.kill()

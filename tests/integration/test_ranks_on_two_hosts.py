@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from safetensors.torch import load_file
@@ -21,12 +22,14 @@ from transport.broker import keys
 from transport.broker.embedded import packaged_binary
 from transport.broker.redis_streams import connect
 from transport.contracts.messages import StepDone, encode, manifest_decoder
-from transport.contracts.settings import BrokerSettings
+from transport.contracts.settings import BrokerSettings, LivenessSettings
 from transport.contracts.types import RunName
 from transport.process.secret import SHARED_SECRET
 from workers.models import prepare_model
 
 SECRET = "a secret that two hosts share"
+STALL_S = 240.0
+"""Half of it is what a rank waits for the others in a collective, here while they import torch on a busy machine."""
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ async def run(other_host: SecondHost, tmp_path: Path) -> AsyncIterator[TrainerRu
     server = ServerProcess(packaged_binary(), tmp_path / "broker", *bind)
     try:
         server.wait_listening()
-        settings = tiny_settings(ranks=2)
+        settings = msgspec.structs.replace(tiny_settings(ranks=2), liveness=LivenessSettings(stall_s=STALL_S))
         run = TrainerRun(model_dir, tmp_path / "run", settings)
         run.broker = await connect(BrokerSettings(), RunName("run"), url=server.url, password=SECRET)
         await run.broker.put_meta(keys.SETTINGS, encode(settings))

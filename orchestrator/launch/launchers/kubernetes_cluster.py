@@ -167,8 +167,12 @@ class KubernetesLauncher:
                 said = await self._call(ask)
             except KubernetesUnavailableError as error:
                 said = f"its log cannot be read: {error}"
+            why = _why_ended(pod)
             with process.output.open("a", encoding="utf-8") as file:
-                file.write(f"{said}\n")
+                file.write(f"{said}\n" + (f"error: {why}\n" if why else ""))
+        if not pods and not process.is_to_end:
+            with process.output.open("a", encoding="utf-8") as file:
+                file.write("error: its pod is gone: it was deleted, or lost with its node\n")
 
     async def _listed(self, listed: Callable[..., Any], selector: str) -> list[Any]:
         """listed: of the client, of one kind of object."""
@@ -255,6 +259,15 @@ def _exit_code(pod: Any) -> int | None:
         if status.state.terminated is not None:
             return status.state.terminated.exit_code
     return 0 if pod.status.phase == "Succeeded" else NODE_LOST  # evicted, or its node is gone
+
+
+def _why_ended(pod: Any) -> str:
+    """In the words of the node or the scheduler; "" where the exit code is all there is to say."""
+    ends = [status.state.terminated for status in pod.status.container_statuses or [] if status.state.terminated]
+    said = [(end.reason, end.message) for end in ends if end.reason not in (None, "Completed", "Error")]
+    said += [(pod.status.reason, pod.status.message)] if pod.status.reason else []
+    said += [(one.reason, one.message) for one in pod.status.conditions or [] if one.type == "DisruptionTarget"]
+    return "; ".join(f"Kubernetes: {reason}: {message or ''}".rstrip(": ") for reason, message in said)
 
 
 def _why_pending(pod: Any) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config.load import Resolved, render
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ExitCode
 from orchestrator.launch.launchers.base import ProcessSpec, Resources
 from transport.contracts.settings import Settings
 from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
@@ -26,6 +26,8 @@ RUNS, CONFIG, SECRETS = "/runs", "/etc/streamrl", "/run/secrets/streamrl"
 USER = 10001
 """Of the image (compose/Dockerfile)."""
 BROKER_PORT, API_PORT = 6379, 8000
+NO_USE = [int(code) for code in (ExitCode.BAD_CONFIG, ExitCode.STALLED, ExitCode.FATAL, ExitCode.UNWRITABLE)]
+"""Exit codes of ``run`` after which its Job has failed."""
 OWNER = "STREAMRL_OWNER_UID"
 """Variable of the run's pod: its Job, which owns the workers, so that they go when it is deleted."""
 PRIORITY = "priorityClassName"
@@ -205,13 +207,17 @@ def _run_job(settings: Settings) -> Manifest:
         container["startupProbe"] = probe | {"failureThreshold": 360}  # an hour, to load a model
         container["livenessProbe"] = probe | {"failureThreshold": 60}  # the supervisor starts an orchestrator again
     job = {
-        "backoffLimit": 100,  # a node that dies, a preemption: it goes on with --resume
+        "backoffLimit": 100,  # whatever it died of, it goes on with --resume
         "podFailurePolicy": {
             "rules": [
-                {  # bad configuration, a stall: starting it again is no use
+                {  # a preemption, a node that is drained: nothing of the run's, however often
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {  # bad configuration, a stall, a full disk: starting it again is no use
                     "action": "FailJob",
-                    "onExitCodes": {"containerName": "streamrl", "operator": "In", "values": [2, 3]},
-                }
+                    "onExitCodes": {"containerName": "streamrl", "operator": "In", "values": NO_USE},
+                },
             ]
         },
         "template": {"metadata": {"labels": _labels(settings, "orchestrator")}, "spec": pod},

@@ -56,6 +56,8 @@ KNOCK_S = 5.0
 """For the head to take a connection."""
 READ_S = 2.0
 MAX_READ_BYTES = 65_536
+MAX_WORDS = 500
+"""Characters of what Ray says of an actor's end."""
 
 
 class RayUnavailableError(TransientError):
@@ -65,34 +67,42 @@ class RayUnavailableError(TransientError):
 T = TypeVar("T")
 
 
-async def in_time(call: Callable[[], T], limit_s: float = ANSWER_S) -> T:
+async def in_time(call: Callable[[], T], limit_s: float = ANSWER_S, *, undo: Callable[[T], object] | None = None) -> T:
     """The result of a call of Ray that may wait for its head. Raises RayUnavailableError after ``limit_s``.
 
     In a daemon thread: one that hangs keeps neither the loop nor the end of the program.
+
+    undo: called in such a thread with a result that comes when nobody waits for it any more.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
-    def tell(act: Callable[[Any], None], what: object) -> None:
+    def fail(error: BaseException) -> None:
         if not answer.done():
-            act(what)
+            answer.set_exception(error)
+
+    def succeed(result: T) -> None:
+        if not answer.done():
+            answer.set_result(result)
+        elif undo is not None:
+            threading.Thread(target=undo, args=(result,), name="ray", daemon=True).start()
 
     def work() -> None:
         try:
-            result = call()
+            tell = partial(succeed, call())
         except BaseException as error:
-            act, what = answer.set_exception, error
-        else:
-            act, what = answer.set_result, result
-        with suppress(RuntimeError):  # nobody waits any more: the loop is closed
-            loop.call_soon_threadsafe(tell, act, what)
+            tell = partial(fail, error)
+        with suppress(RuntimeError):  # the loop is closed: the program has left Ray, which ends what it made
+            loop.call_soon_threadsafe(tell)
 
     threading.Thread(target=work, name="ray", daemon=True).start()
     try:
-        async with asyncio.timeout(limit_s):
-            return await answer
-    except TimeoutError as error:
-        raise RayUnavailableError(f"Ray did not answer for {limit_s:.0f} s") from error
+        await asyncio.wait({answer}, timeout=limit_s)
+        if answer.done():
+            return answer.result()
+        raise RayUnavailableError(f"Ray did not answer for {limit_s:.0f} s")
+    finally:
+        answer.cancel()
 
 
 class HeadWatch:
@@ -226,7 +236,7 @@ class RayLauncher:
     async def start(self, spec: ProcessSpec, output: Path) -> RayProcess:
         if self._head is not None and (silent_s := await self._head.silent_s()) is not None:
             raise RayUnavailableError(self._without_head(silent_s))
-        actors, group = await in_time(partial(self._make, spec))
+        actors, group = await in_time(partial(self._make, spec), ANSWER_S, undo=lambda made: _end(*made))
         process = RayProcess(actors, output, next(self._starts), spec.resources, group, self._head_lost)
         self._started[spec.name] = process
         return process
@@ -344,7 +354,7 @@ class RayProcess:
             self.returncode = code
             if not self._lost.is_set():
                 with suppress(RayUnavailableError):
-                    await in_time(self._end_actors)
+                    await in_time(partial(_end, self.actors, self._group))
         return code
 
     async def _follow_one(self, actor: Any) -> int:
@@ -357,8 +367,9 @@ class RayProcess:
                 try:
                     said, code = await actor.next_output.remote()
                 except RayActorError as error:
-                    log_file.write(f"its actor is gone: {str(error).splitlines()[0]}\n".encode())
-                    return NODE_LOST
+                    said, code = _why_gone(error)
+                    log_file.write(f"error: {said}\n".encode())
+                    return code
                 except RayError as error:
                     log_file.write(f"error: Ray cannot run it: {error}\n".encode())
                     return 1
@@ -373,15 +384,24 @@ class RayProcess:
             actor.send.remote(int(signal.SIGTERM))
 
     def kill(self) -> None:
-        threading.Thread(target=self._end_actors, name="ray", daemon=True).start()
+        threading.Thread(target=_end, args=(self.actors, self._group), name="ray", daemon=True).start()
 
-    def _end_actors(self) -> None:
-        """The child of each ends with it."""
-        import ray
-        from ray.exceptions import RayError
 
-        with suppress(RayError):  # the program has left Ray
-            for actor in self.actors:
-                ray.kill(actor, no_restart=True)
-            if self._group is not None:
-                ray.util.remove_placement_group(self._group)
+def _why_gone(error: Any) -> tuple[str, int]:
+    """What a RayActorError says, and the exit code of its process: 1 where the node could not even begin it."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
+    if error.actor_init_failed:  # a traceback of the node, as of a package that it does not have
+        return f"Ray cannot start it on a node: {lines[-1].strip()}", 1
+    return f"Ray: {' '.join(lines)[:MAX_WORDS]}", NODE_LOST
+
+
+def _end(actors: Sequence[Any], group: Any) -> None:
+    """The child of each actor ends with it. group: the placement group of several, or None."""
+    import ray
+    from ray.exceptions import RayError
+
+    with suppress(RayError):  # the program has left Ray
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        if group is not None:
+            ray.util.remove_placement_group(group)

@@ -20,6 +20,7 @@ import shlex
 import shutil
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 ANSWER_S = 20.0
 """For one question to slurmctld: a busy one retries by itself for about 10 s."""
+GONE_S = 1.0
+"""For a program that was killed to be gone."""
 NOTICE_S = 180
 """Before its time limit a batch script is told (Slurm may do so a minute earlier)."""
 SAVE_S = 90
@@ -232,6 +235,9 @@ async def _ask(*words: str) -> str:
     finally:
         if process.returncode is None:
             process.kill()
+            with suppress(TimeoutError):  # at once, unless a child of its own holds its output
+                async with asyncio.timeout(GONE_S):
+                    await process.wait()
     if process.returncode:
         raise SlurmUnavailableError(f"{words[0]}: {errors.decode(errors='replace').strip()}")
     return out.decode(errors="replace")
