@@ -769,6 +769,15 @@ def algorithms() -> Iterator[Case]:
     yield run_with("data.mix.easy.path=x.jsonl", "data.mix", "has a path", "easy", "set source")
     yield setting("data.mix.easy.weight=0", "a number > 0")
     yield run_with("data.mix.easy.min_reward=0.5", "data.mix", "data.rewards", "collect")
+    yield setting("scoring.pools.reference.workers=2", "without algorithm.kl_coef", "no such task")
+    yield run_with("scoring.pools.values.workers=2", "scoring.pools", "reference")
+    yield setting("scoring.reward_model=random:qwen3-tiny", "scoring.reward")
+    yield case(
+        "a language model as reward model",
+        "o run --preset tiny --set scoring.reward= --set scoring.reward_model=random:qwen3-tiny",
+        *("scoring.reward_model", "gives 2 numbers", "reward model gives one"),
+        loads=True,
+    )
     yield setting("scoring.reward=code", "rows with tests", "docs/code-rewards.md")
     yield case(
         "code without a jail", "o run --preset code --set scoring.jail=off", "scoring.jail", "runs in a jail alone"

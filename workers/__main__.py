@@ -286,6 +286,10 @@ def score(
         str,
         typer.Option(help="server that this machine may ask as teacher, http://host:port; the run's must be the same"),
     ] = "",
+    tasks: Annotated[
+        str,
+        typer.Option(help="what it does, of reward,reference,advantages  [all that the run has]", show_default=False),
+    ] = "",
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
     gpus.take()
@@ -301,6 +305,7 @@ def score(
         functions_path=functions_path,
         teacher_url=teacher_url,
         teacher_key=read_secret(os.environ, ENGINE_KEY) if teacher_url else "",
+        tasks=tuple(filter(None, tasks.split(","))),
         secret=_shared_secret(),
     )
     joining.serve(WorkerKind.SCORE, _number(index), make)

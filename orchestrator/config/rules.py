@@ -293,6 +293,16 @@ def _broken_of_data(s: Settings) -> Iterator[tuple[str, str]]:
         yield "scoring.jail scoring.reward", 'must be "auto" with scoring.reward "code", which runs in a jail alone'
     if s.scoring.reward == CODE_REWARD and s.scoring.reward_path:
         yield "scoring.reward_path scoring.reward", 'is for a reward of yours: leave it out with scoring.reward "code"'
+    if s.scoring.reward_model and s.scoring.reward:
+        yield (
+            "scoring.reward_model scoring.reward",
+            "is the reward, and so is scoring.reward: leave one of them out (a reward of yours may ask a model, too)",
+        )
+    if unknown := [task for task in s.scoring.pools if task not in s.scoring_tasks]:
+        yield (
+            "scoring.pools algorithm.kl_coef",
+            f"has {unknown[0]}, and without algorithm.kl_coef this run has no such task: take the pool out",
+        )
     if s.scoring.executes_answers and s.scoring.jail != "auto":
         yield "scoring.jail scoring.executes_answers", 'must be "auto" with scoring.executes_answers'
     if makes_problems and s.eval.path:

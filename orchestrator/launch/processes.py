@@ -62,7 +62,7 @@ def workers_of(settings: Settings) -> list[tuple[WorkerKind, int]]:
     generate = (WorkerKind.GENERATE, settings.generation.num_workers)
     if settings.trainer.engine == "none":
         return [*begun, (WorkerKind.PUBLISH, 1), generate]
-    score = (WorkerKind.SCORE, settings.scoring.workers)
+    score = (WorkerKind.SCORE, sum(pool.workers for pool in settings.scorers.values()))
     critic = [(WorkerKind.CRITIC, 1)] if settings.has_critic else []
     return [*begun, (WorkerKind.TRAIN, settings.trainer.num_ranks), *critic, generate, score]
 
@@ -114,8 +114,8 @@ class Fleet:
         reach += ["--outage-s", str(broker.outage_s)]
         common = self._common(self.worker_url or self.url, kind)
         argv = python_module("workers", kind.value, *number, *common, *reach)
-        argv += self._local_arguments(kind) + (self.gpus.arguments(kind, index) if self.gpus else [])
-        asks = resources_of(self.settings, kind)
+        argv += self._local_arguments(kind, index) + (self.gpus.arguments(kind, index) if self.gpus else [])
+        asks = resources_of(self.settings, kind, index)
         argv += ["--gpus-each", str(asks.gpus)] if asks.gpus > 1 and not self.is_local else []  # a server's ranks
         return ProcessSpec(
             name=f"{kind.value}-{index}",
@@ -126,13 +126,13 @@ class Fleet:
             ranks=ranks,
         )
 
-    def _local_arguments(self, kind: WorkerKind) -> list[str]:
+    def _local_arguments(self, kind: WorkerKind, index: int) -> list[str]:
         """What only this machine's owner may allow: code named here was named on the user's own command line."""
         if kind is WorkerKind.PUBLISH:
             weights_dir = self.settings.service.weights_dir
             return ["--weights-dir", weights_dir] if weights_dir else []
         if kind is WorkerKind.SCORE:
-            return score_arguments(self.settings)
+            return [*score_arguments(self.settings), *_task_arguments(self.settings, index)]
         arguments = ["--trust-remote-code"] if self.settings.model.trust_remote_code else []
         if kind is WorkerKind.TRAIN:
             arguments += train_arguments(self.settings)
@@ -176,6 +176,13 @@ def score_arguments(settings: Settings) -> list[str]:
     reward = ["--reward", scoring.reward, *path] if scoring.reward else []
     teacher = ["--teacher-url", algorithm.teacher_url] if algorithm.teacher_url else []
     return reward + teacher + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
+
+
+def _task_arguments(settings: Settings, index: int) -> list[str]:
+    """What a scoring worker does, where there are pools."""
+    if not settings.scoring.pools:
+        return []
+    return ["--tasks", ",".join(settings.scorers[settings.scorer(index)[0]].tasks)]
 
 
 def train_arguments(settings: Settings) -> list[str]:

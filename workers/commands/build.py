@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -320,11 +320,13 @@ async def scoring_worker(
     functions_path: str = "",
     teacher_url: str = "",
     teacher_key: str = "",
+    tasks: Sequence[str] = (),
     secret: bytes,
 ) -> Worker:
     """A scoring worker that computes ``reward`` and ``advantage`` and nothing else, whatever the run's settings say.
 
     teacher_url, teacher_key: of the one server that it asks for a teacher's logprobs, and may tell its key.
+    tasks: that it does; () for all of the run.
     secret: shared with the run's storage units.
     """
     from workers.scoring.teacher import teacher_of
@@ -341,6 +343,7 @@ async def scoring_worker(
         allowed_advantage=advantage,
         functions_path=functions_path,
         teacher=teacher_of(settings, teacher_url, teacher_key, model_dir),
+        tasks=tasks,
         rows=open_rows(broker, settings, secret=secret),
     )
 

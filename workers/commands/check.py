@@ -15,7 +15,7 @@ from transport.contracts.messages import TrialRows
 from transport.contracts.settings import SERVER_ENGINES, AlgorithmSettings, GenerationSettings, Settings
 from workers.environments.pool import EnvironmentPool, environment_setup
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, ModelError
-from workers.models import choose_device
+from workers.models import choose_device, try_chat_template
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
 from workers.user_functions.advantage import own_advantage
@@ -37,6 +37,10 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
     _try_functions(settings.algorithm, settings)
     if settings.scoring.reward:
         asyncio.run(_try_reward(settings, trial))
+    if settings.scoring.reward_model:
+        from workers.scoring.reward_model import reward_model_dir  # torch
+
+        try_chat_template(reward_model_dir(settings.scoring.reward_model))
     if settings.environment.name:
         asyncio.run(_try_environment(settings, trial))
 

@@ -24,9 +24,8 @@ from workers.commands.build import ServerChoice, engine_of, with_environment
 from workers.errors import EvaluationError, RewardError
 from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest, serving
 from workers.models import Detokenize, load_detokenizer, stop_token_ids
-from workers.scoring.code import CodePool
-from workers.scoring.reward_pool import RewardPool, open_pool
-from workers.scoring.rewards import reward_spec
+from workers.scoring.reward_pool import open_pool
+from workers.scoring.rewards import RewardSource, reward_spec
 
 REWARD_PROCESSES = 2
 QUEUED_FACTOR = 2
@@ -72,7 +71,7 @@ class _Collection:
         self,
         job: CollectJob,
         engine: GenerationEngine,
-        pool: RewardPool | CodePool | None,
+        pool: RewardSource | None,
         detokenize: Detokenize,
         stops: tuple[int, ...],
         write: Callable[[CollectedPrompt], None],
@@ -124,7 +123,7 @@ class _Collection:
                     raise EvaluationError(f"prompt {one.prompt.id} cannot be answered: {result.reason}")
                 group.create_task(self._finish(result, one), name=f"score {one.prompt.id}")
 
-    async def _reward(self, pool: RewardPool | CodePool, completion: Completion, prompt: CollectPrompt) -> float:
+    async def _reward(self, pool: RewardSource, completion: Completion, prompt: CollectPrompt) -> float:
         """The environment's, where it gave one. Raises RewardError."""
         if completion.reward is not None:
             return completion.reward

@@ -8,6 +8,7 @@ GroupScored is appended with the insert of the group's advantages, hence exactly
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +28,11 @@ from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
 from workers.algorithms.advantage import has_signal, overlong_penalty
 from workers.models import Detokenize
-from workers.scoring.code import CodePool
-from workers.scoring.reward_pool import RewardPool
-from workers.scoring.rewards import Reward
+from workers.scoring.rewards import Reward, RewardSource
 from workers.trainer.learner import PromptGroup, TrainingSample
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,7 @@ class RewardTask:
     One whose environment gave a reward has that one.
     """
 
-    def __init__(
-        self, rows: RowStore, worker_id: WorkerId, pool: RewardPool | CodePool, detokenize: Detokenize
-    ) -> None:
+    def __init__(self, rows: RowStore, worker_id: WorkerId, pool: RewardSource, detokenize: Detokenize) -> None:
         self._rows = rows
         self._worker_id = worker_id
         self._pool = pool
@@ -256,7 +254,8 @@ class ReferenceTask:
         logprobs: Callable[[Sequence[PromptGroup]], Mapping[RowId, NDArray[np.float32]]],
     ) -> RowLogprobs:
         """By a model of this process. logprobs: those of some groups' rows; called on one thread at a time."""
-        return Passes(partial(asyncio.to_thread, logprobs)).take
+        passes = sample_passes(partial(asyncio.to_thread, logprobs))
+        return lambda _, group: passes.take(group)
 
     async def __call__(self, unit: Unit) -> Commit:
         """Reference logprobs of one row. Raises MessageError for columns that do not decode; RewardError."""
@@ -283,31 +282,47 @@ async def read_sample(rows: RowStore, unit: Unit, worker_id: WorkerId) -> Prompt
     return PromptGroup(group_id=unit.group_id, prompt_ids=prompt_ids, samples=[sample])
 
 
-class Passes(Generic[T]):
-    """Has samples computed together: what arrives during one pass of a model is the next pass.
+class Passes(Generic[Item, T]):
+    """Has items computed together: what arrives during one pass of a model is the next pass.
 
-    compute: of some groups' rows, a result each; one call at a time.
+    compute: a result of each item, in their order; one call at a time.
     """
 
-    def __init__(self, compute: Callable[[Sequence[PromptGroup]], Awaitable[Mapping[RowId, T]]]) -> None:
+    def __init__(self, compute: Callable[[Sequence[Item]], Awaitable[Sequence[T]]]) -> None:
         self._compute = compute
         self._computing = asyncio.Lock()
-        self._waiting: dict[RowId, PromptGroup] = {}
-        self._computed: dict[RowId, T] = {}
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Item] = {}
+        self._computed: dict[int, T] = {}
 
-    async def take(self, row_id: RowId, group: PromptGroup) -> T:
-        """The result of a row. group: it with its prompt."""
-        self._waiting[row_id] = group
+    async def take(self, item: Item) -> T:
+        """Its result. Raises what ``compute`` raised of a pass that it was in."""
+        number = next(self._numbers)
+        self._waiting[number] = item
         try:
             async with self._computing:
-                if row_id not in self._computed:
-                    by_id: dict[GroupId, PromptGroup] = {}
-                    for one in self._waiting.values():
-                        before = by_id[one.group_id].samples if one.group_id in by_id else ()
-                        by_id[one.group_id] = replace(one, samples=[*before, *one.samples])
-                    self._computed.update(await self._compute(list(by_id.values())))
-                    self._waiting = {name: new for name, new in self._waiting.items() if name not in self._computed}
-                return self._computed[row_id]
+                if number not in self._computed:
+                    taken = dict(self._waiting)
+                    self._computed.update(zip(taken, await self._compute([*taken.values()]), strict=True))
+                    self._waiting = {name: new for name, new in self._waiting.items() if name not in taken}
+                return self._computed[number]
         finally:
-            self._waiting.pop(row_id, None)
-            self._computed.pop(row_id, None)
+            self._waiting.pop(number, None)
+            self._computed.pop(number, None)
+
+
+def sample_passes(
+    compute: Callable[[Sequence[PromptGroup]], Awaitable[Mapping[RowId, T]]],
+) -> Passes[PromptGroup, T]:
+    """Of items that are one sample with its prompt each. compute: of some groups' rows, a result each."""
+
+    async def together(samples: Sequence[PromptGroup]) -> list[T]:
+        by_id: dict[GroupId, PromptGroup] = {}
+        for one in samples:
+            before = by_id[one.group_id].samples if one.group_id in by_id else ()
+            new = [row for row in one.samples if row.row_id not in {known.row_id for known in before}]
+            by_id[one.group_id] = replace(one, samples=[*before, *new])
+        found = await compute(list(by_id.values()))
+        return [found[one.samples[0].row_id] for one in samples]
+
+    return Passes(together)
