@@ -766,6 +766,13 @@ def algorithms() -> Iterator[Case]:
         "environment.name",
         "talks to nobody",
     )
+    yield setting("environment.executes_answers=true", "environment.name", "calculator executes nothing")
+    yield case(
+        "an environment that executes answers, without a jail",
+        "o run --preset tiny --set environment.name=mine:Tool --set environment.executes_answers=true "
+        "--set environment.jail=off",
+        *("environment.jail", "auto", "environment.executes_answers"),
+    )
     yield run_with("data.mix.easy.path=x.jsonl", "data.mix", "has a path", "easy", "set source")
     yield setting("data.mix.easy.weight=0", "a number > 0")
     yield run_with("data.mix.easy.min_reward=0.5", "data.mix", "data.rewards", "collect")

@@ -303,6 +303,13 @@ def _broken_of_data(s: Settings) -> Iterator[tuple[str, str]]:
             "scoring.pools algorithm.kl_coef",
             f"has {unknown[0]}, and without algorithm.kl_coef this run has no such task: take the pool out",
         )
+    if s.environment.executes_answers and ":" not in s.environment.name:
+        yield (
+            "environment.executes_answers environment.name",
+            "is about an environment of yours: name it (environment.name); the calculator executes nothing",
+        )
+    if s.environment.executes_answers and s.environment.jail != "auto":
+        yield "environment.jail environment.executes_answers", 'must be "auto" with environment.executes_answers'
     if s.scoring.executes_answers and s.scoring.jail != "auto":
         yield "scoring.jail scoring.executes_answers", 'must be "auto" with scoring.executes_answers'
     if makes_problems and s.eval.path:

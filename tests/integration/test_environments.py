@@ -31,7 +31,7 @@ from workers.environments.calculator import Calculator, calculate
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
 from workers.environments.environment import Message
-from workers.environments.pool import EnvironmentPool, environment_setup
+from workers.environments.pool import EnvironmentPool, EpisodeLink, environment_setup
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, EvaluationError
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.emulated import EmulatedEngine
@@ -168,6 +168,99 @@ async def test_what_is_no_environment_fails_by_name() -> None:
             pass
     with pytest.raises(EnvironmentSetupError, match=r"this worker allows '\(ours\)'; start it with --env"):
         environment_setup(settings_for("tests.fakes.environments:Echo"), "", "")
+
+
+# --- what runs what a model wrote
+
+in_a_jail = pytest.mark.skipif(not shutil.which(BUBBLEWRAP), reason="no bubblewrap here")
+
+
+async def said(episode: EpisodeLink, code: str) -> str:
+    ((message,),) = ((await episode.step(code, [1])).messages,)
+    return message.content
+
+
+@in_a_jail
+async def test_an_episode_that_executes_answers_has_a_jail_of_its_own() -> None:
+    async with pool("Executes", jail="auto", executes_answers=True) as environments:
+        assert environments.pids() == [], "the one that was tried is no episode's"
+        first, second = environments.open(), environments.open()
+        for episode in (first, second):
+            await episode.reset("say it", b"{}")
+        assert await said(first, "open('/tmp/mine', 'w').write('secret'); said = open('/tmp/mine').read()") == "secret"
+        assert (
+            await said(second, "open('/tmp/mine')")
+            == "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/mine'"
+        )
+        others = "import os; said = sorted(int(one) for one in os.listdir('/proc') if one.isdigit())"
+        assert len(await said(second, others)) < len("[1, 2, 3, 4]"), "it sees no process but its own"
+        reached = await said(second, "import socket; socket.create_connection(('127.0.0.1', 9), timeout=5)")
+        assert "Network is unreachable" in reached or "Connection refused" in reached
+        assert await said(second, "import os; said = os.environ.get('HOME')") == "/tmp"
+        assert "MemoryError" in await said(second, "bytearray(2 * 1024**3)")
+        pids = environments.pids()
+        assert len(set(pids)) == 2
+        first.close()
+        await until_gone(pids[0])
+        assert await said(second, "said = 'still there'") == "still there"
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(30):
+        while is_there(pid):  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.01)
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@in_a_jail
+async def test_the_example_with_python_as_its_tool_runs_blocks_and_ends_without_one() -> None:
+    name, here = "python_tool:PythonTool", str(Path(ROOT) / "docs/examples")
+    settings = settings_for(name, jail="auto", path=here, executes_answers=True, params={"limit_s": 5.0})
+    environments = EnvironmentPool(settings, environment_setup(settings, name, here))
+    try:
+        await environments.start()
+        episode = environments.open()
+        await episode.reset("17 * 23?", b"{}")
+        assert await said(episode, "let me see:\n```python\nprint(17 * 23)\n```\n") == "391\n"
+        assert "ZeroDivisionError" in await said(episode, "```python\n1 / 0\n```")
+        assert await said(episode, "```python\nwhile True: pass\n```") == "no end within 5 s"
+        last = await episode.step("the answer is 391", [1])
+        assert (last.messages, last.done, last.reward) == ((), True, None), "the run's reward scores it"
+    finally:
+        await environments.close()
+
+
+@in_a_jail
+async def test_an_episode_that_ends_in_the_middle_of_what_it_runs_leaves_no_process() -> None:
+    async with pool("Executes", jail="auto", executes_answers=True) as environments:
+        episode = environments.open()
+        await episode.reset("say it", b"{}")
+        (pid,) = environments.pids()
+        endless = asyncio.create_task(episode.step("while True: pass", [1]))
+        while not environments.busy:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.01)
+        episode.close()
+        with pytest.raises(EnvironmentFailedError, match="ended in the middle of a call"):
+            await endless
+        await until_gone(pid)
+        begun = environments.open()
+        starting = asyncio.create_task(begun.reset("say it", b"{}"))
+        await asyncio.sleep(0)
+        begun.close()  # before its process is there
+        await asyncio.gather(starting, return_exceptions=True)
+        assert environments.pids() == []
+
+
+async def test_without_a_jail_what_executes_answers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        EnvironmentSetupError, match=r"executes what a model wrote .*no jail for it here: bubblewrap is not"
+    ):
+        async with pool("Executes", jail="auto", executes_answers=True):
+            pass
 
 
 async def test_calls_that_are_cancelled_leave_no_answer_behind() -> None:

@@ -268,6 +268,7 @@ class EnvironmentSettings(Section, frozen=True, kw_only=True):
     timeout_s: Positive = 10.0  # for one call of it; what takes longer is ended and replayed
     max_replays: AtLeast0 = 2  # failures of one call of an episode before it is generated again
     processes: AtLeast1 = 2  # of each generation worker, which share its episodes; each answers one call at a time
+    executes_answers: bool = False  # it runs what a model wrote: each episode in a jail of its own, or it is refused
     jail: Literal["auto", "off"] = "auto"  # off: a module:function needs the network, a GPU or files of elsewhere
     variables: list[str] = msgspec.field(default_factory=list[str])  # names of variables that a module:function gets
 
