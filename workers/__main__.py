@@ -113,7 +113,10 @@ UserReward = Annotated[
     str, typer.Option(help="module:function, or code, that this machine allows as reward; the run's must be the same")
 ]
 EnvironmentOption = Annotated[
-    str, typer.Option("--environment", metavar="MODULE:FUNCTION", help="environment that the run may use here")
+    str,
+    typer.Option(
+        "--environment", metavar="MODULE:FUNCTION", help="environment that the run may use here; several: a:b,c:d"
+    ),
 ]
 EnvironmentPath = Annotated[
     str, typer.Option(help="directory that the environment is imported from  [only what is installed]")

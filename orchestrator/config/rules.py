@@ -138,7 +138,7 @@ def _broken_of_endpoint(s: Settings) -> Iterator[tuple[str, str]]:
     """An endpoint whose samples are conversations of agents."""
     if s.trainer.engine == "none":
         yield "endpoint.enabled trainer.engine", 'needs a trainer; a service (trainer.engine "none") has /generate'
-    if s.environment.name:
+    if s.environments:
         yield (
             "endpoint.enabled environment.name",
             "must be false with environment.name: a sample talks to an agent or to an environment",
@@ -177,14 +177,15 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "generation.engine trainer.engine",
             'must be "emulated" with trainer.engine "emulated", which has no weights to serve',
         )
-    if s.environment.name and s.data.response_column:
+    if s.environments and s.data.response_column:
         yield (
             "environment.name data.response_column",
             "must be empty with data.response_column: a response that is given talks to nobody",
         )
     if s.endpoint.enabled:
         yield from _broken_of_endpoint(s)
-    if s.environment.path and ":" not in s.environment.name:
+    own_environments = any(":" in environment.name for environment in s.environments.values())
+    if s.environment.path and not own_environments:
         yield "environment.path environment.name", "is where a module:function lies: name it (environment.name)"
     if s.environment.max_turn_tokens > s.sampling.max_new_tokens:
         yield (
@@ -303,7 +304,7 @@ def _broken_of_data(s: Settings) -> Iterator[tuple[str, str]]:
             "scoring.pools algorithm.kl_coef",
             f"has {unknown[0]}, and without algorithm.kl_coef this run has no such task: take the pool out",
         )
-    if s.environment.executes_answers and ":" not in s.environment.name:
+    if s.environment.executes_answers and not any(":" in one.name for one in s.environments.values()):
         yield (
             "environment.executes_answers environment.name",
             "is about an environment of yours: name it (environment.name); the calculator executes nothing",
@@ -471,6 +472,14 @@ def _broken_in_part(s: Settings, part: DataPart, whole: DataSettings) -> Iterato
         yield "data.mix data.source", 'has a config, split or revision, which need source "hf"'
     if s.scoring.reward == CODE_REWARD and made:
         yield "data.mix scoring.reward", 'has no tests, which scoring.reward "code" needs: docs/code-rewards.md'
+    if part.environment_params and part.environment in ("", "none"):
+        yield "data.mix environment.name", "has environment_params, and names no environment of its own that takes them"
+    if part.advantage and s.algorithm.advantage in ("gae", "batch_std"):
+        yield (
+            "data.mix algorithm.advantage",
+            f'has an advantage of its own, which algorithm.advantage "{s.algorithm.advantage}" leaves no room for: it '
+            "is of a critic, or of the whole batch",
+        )
     bounds = [bound for bound in (part.min_reward, part.max_reward) if bound is not None]
     if bounds and not s.data.rewards:
         yield "data.mix data.rewards", "has min_reward or max_reward, which need data.rewards, a file of `collect`"

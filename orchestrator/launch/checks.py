@@ -195,11 +195,7 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     devices = (settings.trainer.device, generation.device) if here else ()
     own = any(":" in name for name in (settings.algorithm.advantage, settings.algorithm.loss))
     foreign = (
-        scoring.reward
-        or scoring.reward_model
-        or own
-        or settings.environment.name
-        or generation.engine in SERVER_ENGINES
+        scoring.reward or scoring.reward_model or own or settings.environments or generation.engine in SERVER_ENGINES
     )
     if not (foreign or any(name.startswith("cuda") for name in devices)):
         return

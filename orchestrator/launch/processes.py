@@ -29,7 +29,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.events import read_statuses
 from transport.contracts.messages import STARTING
-from transport.contracts.settings import EnvironmentSettings, LivenessSettings, Settings
+from transport.contracts.settings import LivenessSettings, Settings
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.errors import TransientError
 from transport.process.clock import Clock, MonotonicClock
@@ -144,7 +144,7 @@ class Fleet:
                 "--server-args": shlex.join(engine.server_args),
             }
             arguments += [part for option, value in server.items() if value for part in (option, value)]
-            arguments += environment_arguments(self.settings.environment)
+            arguments += environment_arguments(self.settings)
         return arguments
 
     def _common(self, url: str, kind: WorkerKind | None = None) -> list[str]:
@@ -163,10 +163,11 @@ def launched_env(run_dir: Path) -> dict[str, str]:
     return {LAUNCHED: f"{versions('streamrl').get('streamrl', '')} {marker.resolve()}"}
 
 
-def environment_arguments(environment: EnvironmentSettings) -> list[str]:
-    """What allows a generation worker the user's environment; one that is built in needs no allowance."""
-    path = ["--environment-path", environment.path] if environment.path else []
-    return ["--environment", environment.name, *path] if ":" in environment.name else []
+def environment_arguments(settings: Settings) -> list[str]:
+    """What allows a generation worker the user's environments; those that are built in need no allowance."""
+    path = ["--environment-path", settings.environment.path] if settings.environment.path else []
+    names = sorted({one.name for one in settings.environments.values() if ":" in one.name})
+    return ["--environment", ",".join(names), *path] if names else []
 
 
 def score_arguments(settings: Settings) -> list[str]:

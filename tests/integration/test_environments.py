@@ -20,18 +20,27 @@ from transformers import AutoModelForCausalLM
 
 from orchestrator.config.load import render, resolve
 from orchestrator.config.schema import to_toml
+from orchestrator.launch.processes import environment_arguments
 from orchestrator.prompts.source import write_held_out
 from tests.fakes.tiny_models import full_logprobs
+from transport.contracts.messages import TrialRow, TrialRows
 from transport.contracts.settings import EmulatedSettings, GenerationSettings, Settings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, SegmentKind
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import loss_mask
+from workers.commands.check import check_workers
 from workers.commands.evaluate import evaluate_run
 from workers.environments.calculator import Calculator, calculate
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
 from workers.environments.environment import Message
-from workers.environments.pool import EnvironmentPool, EpisodeLink, environment_setup
+from workers.environments.pool import (
+    EnvironmentPool,
+    Environments,
+    EpisodeLink,
+    environment_setup,
+    own_environments,
+)
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, EvaluationError
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.emulated import EmulatedEngine
@@ -50,7 +59,7 @@ def settings_for(name: str, *, jail: str = "off", **more: object) -> Settings:
 async def pool(name: str = "AsTold", *, jail: str = "off", **more: object) -> AsyncIterator[EnvironmentPool]:
     full = f"tests.fakes.environments:{name}"
     settings = settings_for(full, jail=jail, **{"processes": 1, "timeout_s": 20.0, **more})
-    made = EnvironmentPool(settings, environment_setup(settings, full, ROOT))
+    made = EnvironmentPool(settings, settings.environment, environment_setup(settings.environment, full, ROOT))
     try:
         await made.start()
         yield made
@@ -117,7 +126,9 @@ async def test_a_first_process_that_is_hit_while_it_starts_is_started_again(tmp_
         "from tests.fakes.environments import Echo\n"
     )
     settings = settings_for("hit_once:Echo", processes=1)
-    environments = EnvironmentPool(settings, environment_setup(settings, "hit_once:Echo", str(tmp_path)))
+    environments = EnvironmentPool(
+        settings, settings.environment, environment_setup(settings.environment, "hit_once:Echo", str(tmp_path))
+    )
     try:
         await environments.start()
         await environments.open().reset("say it", b"{}")
@@ -167,7 +178,61 @@ async def test_what_is_no_environment_fails_by_name() -> None:
         async with pool("nowhere"):
             pass
     with pytest.raises(EnvironmentSetupError, match=r"this worker allows '\(ours\)'; start it with --env"):
-        environment_setup(settings_for("tests.fakes.environments:Echo"), "", "")
+        environment_setup(settings_for("tests.fakes.environments:Echo").environment, "", "")
+
+
+# --- several, by part of the data
+
+
+def mixed(**parts: dict[str, object]) -> Settings:
+    echo = "tests.fakes.environments:Echo"
+    return msgspec.convert({"environment": {"name": echo, "jail": "off"}, "data": {"mix": parts}}, Settings)
+
+
+async def test_each_part_of_the_data_talks_to_its_own_environment_and_one_may_have_none() -> None:
+    told = {"environment": "tests.fakes.environments:Echo", "environment_params": {"greeting": "told"}}
+    settings = mixed(said={}, told=told, again=told, sums={"environment": "calculator"}, alone={"environment": "none"})
+    assert own_environments(settings) == "tests.fakes.environments:Echo"
+    environments = Environments(settings, own_environments(settings), ROOT)
+    heard: dict[str, object] = {}
+    try:
+        await environments.start()
+        assert len(environments._distinct) == 3, "told and again share one"
+        for part in ("", "said", "told", "again", "sums", "alone"):
+            entry = json.dumps({"part": part, "question": "1 + 1"} if part else {"question": "1 + 1"}).encode()
+            episode = environments.open(entry)
+            first = await episode.reset("say it", entry)
+            heard[part] = (*first.messages, *(await episode.step("2 + 3 =", [1])).messages)
+            episode.close()
+    finally:
+        await environments.close()
+    echoed, greeting = Message(role="tool", content="1:2 + 3 ="), Message(role="tool", content="told")
+    assert heard == {
+        "": (echoed,),
+        "said": (echoed,),
+        "told": (greeting, echoed),
+        "again": (greeting, echoed),
+        "sums": (Message(role="tool", content="Result: 5"),),
+        "alone": (),
+    }
+
+
+def test_environments_of_parts_run_only_where_each_is_allowed_and_are_each_tried() -> None:
+    other = {"environment": "tests.fakes.environments:Told"}
+    settings = mixed(said={}, told=other)
+    assert environment_arguments(settings) == [
+        "--environment",
+        "tests.fakes.environments:Echo,tests.fakes.environments:Told",
+    ]
+    with pytest.raises(EnvironmentSetupError, match=r"start it with --environment tests.fakes.environments:Told"):
+        Environments(settings, "tests.fakes.environments:Echo", ROOT)
+    with pytest.raises(EnvironmentSetupError, match="drop --environment mine:Own"):
+        Environments(settings, own_environments(settings) + ",mine:Own", ROOT)
+    rows = [TrialRow(prompt="?", response="", entry=json.dumps({"part": part})) for part in ("said", "told")]
+    with pytest.raises(
+        EnvironmentSetupError, match=r"Told' was tried on 1 rows of data.mix.told and began none: .*says"
+    ):
+        check_workers(settings, TrialRows(rows=rows))  # Told wants an entry that says something
 
 
 # --- what runs what a model wrote
@@ -219,7 +284,7 @@ def is_there(pid: int) -> bool:
 async def test_the_example_with_python_as_its_tool_runs_blocks_and_ends_without_one() -> None:
     name, here = "python_tool:PythonTool", str(Path(ROOT) / "docs/examples")
     settings = settings_for(name, jail="auto", path=here, executes_answers=True, params={"limit_s": 5.0})
-    environments = EnvironmentPool(settings, environment_setup(settings, name, here))
+    environments = EnvironmentPool(settings, settings.environment, environment_setup(settings.environment, name, here))
     try:
         await environments.start()
         episode = environments.open()
@@ -373,7 +438,7 @@ async def episodes(inner: GenerationEngine, directory: Path, **more: object) -> 
     """Two turns, the second after the environment has said the first one again."""
     full = "tests.fakes.environments:Echo"
     settings = settings_for(full, **more)
-    environments = EnvironmentPool(settings, environment_setup(settings, full, ROOT))
+    environments = Environments(settings, full, ROOT)
     encoder = ObservationEncoder.of(directory, templated=True)
     engine = EpisodeEngine(inner, environments, encoder, settings.environment)
     async with serving(engine):

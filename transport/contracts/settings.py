@@ -60,6 +60,13 @@ FunctionName = Annotated[
 EnvironmentName = Annotated[
     str, Meta(pattern=r"^(|calculator|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='"calculator" or module:function')
 ]
+PartEnvironment = Annotated[
+    str,
+    Meta(
+        pattern=r"^(|none|calculator|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
+        description='"calculator", module:function, or "none"',
+    ),
+]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda or cuda:<n>")]
 ScoringDevice = Annotated[
     str, Meta(pattern=r"^(|auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda, cuda:<n>, or empty")
@@ -131,6 +138,9 @@ class DataPart(Section, frozen=True, kw_only=True, omit_defaults=True):
     answer_column: str = ""  # jsonl, hf: column handed to the reward; empty: data.answer_column
     min_reward: float | None = None  # only prompts whose mean reward in data.rewards is at least this; out: all
     max_reward: float | None = None  # only prompts whose mean reward in data.rewards is below this; out: all
+    environment: PartEnvironment = ""  # what its responses talk to; empty: environment.name; none: nothing, one turn
+    environment_params: dict[str, ParamValue] = {}  # of the environment that it names
+    advantage: Literal["", "group_std", "mean_only", "rloo"] = ""  # of its groups; empty: algorithm.advantage
 
 
 class DataSettings(Section, frozen=True, kw_only=True):
@@ -645,6 +655,20 @@ class Settings(Section, frozen=True, kw_only=True):
     def has_critic(self) -> bool:
         """Whether a critic values every sample, and is trained beside the policy."""
         return self.algorithm.advantage == "gae" and self.trainer.engine != "none"
+
+    @property
+    def environments(self) -> dict[str, EnvironmentSettings]:
+        """What responses talk to, by the part of the data that their row is of ("": of none); parts of one turn are
+        not there."""
+
+        def of(part: DataPart) -> EnvironmentSettings:
+            if not part.environment:
+                return self.environment
+            name = "" if part.environment == "none" else part.environment
+            return msgspec.structs.replace(self.environment, name=name, params=part.environment_params)
+
+        every = {"": self.environment} | {name: of(part) for name, part in self.data.mix.items()}
+        return {name: environment for name, environment in every.items() if environment.name}
 
     @property
     def scoring_tasks(self) -> dict[str, bool]:

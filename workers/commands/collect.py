@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
 from transport.contracts.types import GroupId
 from workers.commands.build import ServerChoice, engine_of, with_environment
+from workers.environments.pool import own_environments
 from workers.errors import EvaluationError, RewardError
 from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest, serving
 from workers.models import Detokenize, load_detokenizer, stop_token_ids
@@ -53,8 +54,10 @@ async def collect(
     """Raises ModelError, RewardSetupError; EvaluationError naming a prompt that the engine cannot answer."""
     settings, directory = job.settings, Path(job.model_dir)
     engine = engine_of(settings, directory, log_path, settings.model.trust_remote_code, server)
-    if name := settings.environment.name:  # the settings are those of the one who called: no run's
-        engine = await with_environment(engine, settings, directory, name, settings.environment.path)
+    if settings.environments:  # the settings are those of the one who called: no run's
+        engine = await with_environment(
+            engine, settings, directory, own_environments(settings), settings.environment.path
+        )
     async with AsyncExitStack() as stack:
         pool = None
         if job.rewards:

@@ -23,7 +23,7 @@ from typing import cast
 import msgspec
 import structlog
 
-from transport.contracts.settings import Settings
+from transport.contracts.settings import EnvironmentSettings, Settings
 from transport.process.programs import python_module
 from transport.process.secret import own_directories
 from workers.environments.environment import BUILT_IN, Answer, Failed, Observed, Ready, Reset, Setup, Step
@@ -50,21 +50,21 @@ _decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(cast("type[A
 OPTIONS = ("--environment", "--environment-path")
 
 
-def environment_setup(settings: Settings, allowed: str, path: str) -> Setup:
-    """The run's environment, if this worker may run it. jailed: not known yet.
+def environment_setup(environment: EnvironmentSettings, allowed: str, path: str) -> Setup:
+    """One of the run's environments, if this worker may run it. jailed: not known yet.
 
     Args:   allowed, path: "module:function" and its directory from the worker's own command line; "" allows what is
             built in.
     Raises: EnvironmentSetupError: the run's setting names another function. A setting alone never imports code.
     """
-    wanted = settings.environment.name
+    wanted = environment.name
     check_allowed("environment", wanted, allowed, OPTIONS, EnvironmentSetupError)
     return Setup(
         name=wanted,
         path=str(Path(path).resolve()) if path else "",
-        params=settings.environment.params,
-        timeout_s=settings.environment.timeout_s,
-        memory_bytes=EPISODE_MEMORY_BYTES if settings.environment.executes_answers else MEMORY_BYTES,
+        params=environment.params,
+        timeout_s=environment.timeout_s,
+        memory_bytes=EPISODE_MEMORY_BYTES if environment.executes_answers else MEMORY_BYTES,
         jailed=False,
     )
 
@@ -229,10 +229,10 @@ class EpisodeLink:
 
 
 class EnvironmentPool:
-    """The children of a worker. Episodes are spread over them."""
+    """The children of one environment in a worker. Episodes are spread over them."""
 
-    def __init__(self, settings: Settings, setup: Setup) -> None:
-        self._settings = settings.environment
+    def __init__(self, settings: Settings, environment: EnvironmentSettings, setup: Setup) -> None:
+        self._settings = environment
         self._setup = setup
         self._hidden = (Path(settings.run.dir).resolve(), *own_directories())
         self._children: list[EnvironmentChild] = []
@@ -310,3 +310,67 @@ class EnvironmentPool:
         for child in self._children:
             await child.kill()
         await asyncio.gather(*self._leaving)
+
+
+class OneTurn:
+    """A link of a response that talks to nobody."""
+
+    async def reset(self, prompt: str, entry: bytes) -> Observed:
+        return Observed()
+
+    async def step(self, text: str, tokens: Sequence[int]) -> Observed:
+        return Observed(done=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _EntryOfPart(msgspec.Struct, frozen=True, kw_only=True):
+    part: str = ""
+
+
+def part_of(entry: bytes) -> str:
+    """The part of ``[data.mix]`` that a row is of, "" where it names none."""
+    return msgspec.json.decode(entry or b"{}", type=_EntryOfPart).part
+
+
+def own_environments(settings: Settings) -> str:
+    """As the command line of a worker allows them all: for one whose settings are its user's own."""
+    return ",".join(sorted({one.name for one in settings.environments.values() if ":" in one.name}))
+
+
+class Environments:
+    """All environments of a run, each for the rows of its part of ``[data.mix]``."""
+
+    def __init__(self, settings: Settings, allowed: str, path: str) -> None:
+        """allowed, path: see ``environment_setup``, several with commas between them. Raises EnvironmentSetupError."""
+        wanted, granted = settings.environments, {*filter(None, allowed.split(","))}
+        names = {environment.name for environment in wanted.values()}
+        if unused := sorted(granted - names):
+            raise EnvironmentSetupError(
+                f"the run uses the environment {', '.join(sorted(names))!r}; drop --environment {unused[0]}"
+            )
+        self._pools: dict[str, EnvironmentPool] = {}
+        made: list[tuple[EnvironmentSettings, EnvironmentPool]] = []
+        for part, environment in wanted.items():
+            same = next((pool for known, pool in made if known == environment), None)
+            if same is None:
+                own = environment.name if environment.name in granted else ""
+                same = EnvironmentPool(settings, environment, environment_setup(environment, own, path))
+                made.append((environment, same))
+            self._pools[part] = same
+        self._distinct = [pool for _, pool in made]
+
+    async def start(self) -> None:
+        """Raises EnvironmentSetupError."""
+        for pool in self._distinct:
+            await pool.start()
+
+    def open(self, entry: bytes) -> EpisodeLink | OneTurn:
+        """What a new episode talks to. entry: of its row, which names its part."""
+        pool = self._pools.get(part_of(entry))
+        return OneTurn() if pool is None else pool.open()
+
+    async def close(self) -> None:
+        for pool in self._distinct:
+            await pool.close()

@@ -102,8 +102,13 @@ class _EntryOfPart(msgspec.Struct, frozen=True, kw_only=True):
     part: str = ""
 
 
+Estimate = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+"""[G] rewards of a group -> [G] advantages."""
+
+
 class AdvantageTask:
-    """estimate: advantages of a group's rewards; None: those of tokens follow from a critic's values.
+    """estimate: advantages of a group's rewards, of_parts: of groups of a part that has its own; None: those of tokens
+    follow from a critic's values.
 
     max_group_size: samples that a group can have.  max_tokens: that a response can have.
     mixed: prompts are of parts, which their entries name.
@@ -114,11 +119,12 @@ class AdvantageTask:
         rows: RowStore,
         worker_id: WorkerId,
         algorithm: AlgorithmSettings,
-        estimate: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None,
+        estimate: Estimate | None,
         *,
         max_group_size: int,
         max_tokens: int,
         mixed: bool = False,
+        of_parts: Mapping[str, Estimate] | None = None,
     ) -> None:
         self._rows = rows
         self._worker_id = worker_id
@@ -127,6 +133,7 @@ class AdvantageTask:
         self._max_group_size = max_group_size
         self._max_tokens = max_tokens
         self._mixed = mixed
+        self._of_parts = of_parts or {}
         of_critic = (Column.VALUES, Column.VALUE_WEIGHTS, Column.LOSS_MASK) if algorithm.advantage == "gae" else ()
         self._columns = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO, *of_critic)
 
@@ -146,12 +153,13 @@ class AdvantageTask:
             share=self._algorithm.overlong_share,
             penalty=self._algorithm.overlong_penalty,
         )
-        found = self._advantages(shaped, [*rows.values()])
+        estimate = self._of_parts.get(part, self._estimate)
+        found = self._advantages(shaped, [*rows.values()], estimate)
         scored = GroupScored(
             group_id=unit.group_id,
             rewards=tuple(rewards),
             response_tokens=tuple(info.response_tokens for info in infos),
-            signal=self._has_signal(shaped, found),
+            signal=self._has_signal(shaped, found, own=part not in self._of_parts and ":" in self._algorithm.advantage),
             components=_mean_components([*rows.values()]),
             value_versions=_value_versions([*rows.values()]),
             environment_tokens=sum(info.environment_tokens for info in infos),
@@ -177,18 +185,20 @@ class AdvantageTask:
             raise MessageError(f"the entry of a group of [data.mix] names no part: {error}") from error
 
     def _advantages(
-        self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]]
+        self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]], estimate: Estimate | None
     ) -> list[dict[Column, NDArray[np.float32]]]:
         """What is written of each row. rewards: [G] of them."""
-        if self._estimate is not None:
-            advantages = self._estimate(rewards)
+        if estimate is not None:
+            advantages = estimate(rewards)
             return [{Column.ADVANTAGE: advantages[index : index + 1]} for index in range(len(rows))]
         gamma, lam = self._algorithm.gamma, self._algorithm.gae_lambda
         return [_token_advantages(float(reward), row, gamma, lam) for reward, row in zip(rewards, rows, strict=True)]
 
-    def _has_signal(self, rewards: NDArray[np.float32], found: Sequence[Mapping[Column, NDArray[np.float32]]]) -> bool:
-        """Whether the group is worth training. found: its advantages."""
-        if ":" in self._algorithm.advantage:
+    def _has_signal(
+        self, rewards: NDArray[np.float32], found: Sequence[Mapping[Column, NDArray[np.float32]]], *, own: bool
+    ) -> bool:
+        """Whether the group is worth training. found: its advantages.  own: an estimator of the user's gave them."""
+        if own:
             return any(bool(columns[Column.ADVANTAGE].any()) for columns in found)
         return self._estimate is None or has_signal(rewards)
 

@@ -156,6 +156,9 @@ class ScoringWorker:
                 max_group_size=settings.pipeline.group_size,
                 max_tokens=settings.sampling.max_new_tokens,
                 mixed=bool(settings.data.mix),
+                of_parts={
+                    name: estimator(part.advantage) for name, part in settings.data.mix.items() if part.advantage
+                },
             )
         if "reference" in self._tasks:
             handles["reference"] = ReferenceTask(self._rows, self._worker_id, await self._reference())
