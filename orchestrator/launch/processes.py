@@ -132,7 +132,7 @@ class Fleet:
             weights_dir = self.settings.service.weights_dir
             return ["--weights-dir", weights_dir] if weights_dir else []
         if kind is WorkerKind.SCORE:
-            return [*score_arguments(self.settings), *_task_arguments(self.settings, index)]
+            return score_arguments(self.settings, self.settings.scorer(index)[0])
         arguments = ["--trust-remote-code"] if self.settings.model.trust_remote_code else []
         if kind is WorkerKind.TRAIN:
             arguments += train_arguments(self.settings)
@@ -170,20 +170,17 @@ def environment_arguments(settings: Settings) -> list[str]:
     return ["--environment", ",".join(names), *path] if names else []
 
 
-def score_arguments(settings: Settings) -> list[str]:
-    """What allows a scoring worker the user's functions, their names and directories, and the server of a teacher."""
+def score_arguments(settings: Settings, pool: str) -> list[str]:
+    """What allows a scoring worker the user's functions, their names and directories, and the server of a teacher.
+
+    pool: that it is of, whose tasks it is told where there are several.
+    """
     scoring, algorithm = settings.scoring, settings.algorithm
     path = ["--reward-path", scoring.reward_path] if scoring.reward_path else []
     reward = ["--reward", scoring.reward, *path] if scoring.reward else []
     teacher = ["--teacher-url", algorithm.teacher_url] if algorithm.teacher_url else []
-    return reward + teacher + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
-
-
-def _task_arguments(settings: Settings, index: int) -> list[str]:
-    """What a scoring worker does, where there are pools."""
-    if not settings.scoring.pools:
-        return []
-    return ["--tasks", ",".join(settings.scorers[settings.scorer(index)[0]].tasks)]
+    tasks = ["--tasks", ",".join(settings.scorers[pool].tasks)] if settings.scoring.pools else []
+    return reward + teacher + tasks + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
 
 
 def train_arguments(settings: Settings) -> list[str]:
