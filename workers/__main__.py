@@ -490,7 +490,7 @@ def collect(
     """Answers to prompts as lines of JSON, for `streamrl-orchestrator collect`; job and prompts come on stdin."""
     import asyncio
 
-    from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
+    from transport.contracts.collection import Collected, CollectJob, CollectPrompt
     from workers.commands.build import ServerChoice
     from workers.commands.collect import collect as answer
     from workers.scoring.jail import hide_from_children
@@ -509,7 +509,7 @@ def collect(
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints is no line of ours
 
-    def write(one: CollectedPrompt) -> None:
+    def write(one: Collected) -> None:
         out.write(msgspec.json.encode(one) + b"\n")
         out.flush()
 

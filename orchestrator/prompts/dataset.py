@@ -320,10 +320,11 @@ def _problem(
     """enc_hook=str: reasoning_gym's metadata holds fractions and the like; data sets hold dates and the like."""
     entry = {"question": question, "answer": answer, "metadata": metadata}
     if messages:
-        last = msgspec.structs.replace(messages[-1], content=messages[-1].content + data.suffix)
-        messages = (*messages[:-1], last)
         entry["messages"] = messages
     encoded = msgspec.json.encode(entry, enc_hook=str)
+    if messages:
+        last = msgspec.structs.replace(messages[-1], content=messages[-1].content + data.suffix)
+        messages = (*messages[:-1], last)
     question += data.suffix
     return Problem(prompt_id=PromptId(name), question=question, entry_json=encoded.decode(), messages=messages)
 

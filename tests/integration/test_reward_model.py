@@ -96,10 +96,11 @@ async def test_samples_that_share_a_pass_get_the_numbers_that_they_have_alone(
 async def test_a_conversation_is_scored_as_the_row_had_it(reward_model: Path) -> None:
     history = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "3"}]
     history.append({"role": "user", "content": "sure?"})
-    pool = RewardModelPool(settings_of(reward_model))
+    pool = RewardModelPool(settings_of(reward_model, suffix=" think."))
     await pool.start()
     entry = json.dumps({"question": "all of it", "answer": None, "messages": history}).encode()
     found = await pool.score("unused", "no, 2", entry)
+    history[-1] = {"role": "user", "content": "sure? think."}
     assert found.value == pytest.approx(alone(reward_model, [*history, {"role": "assistant", "content": "no, 2"}]))
 
 

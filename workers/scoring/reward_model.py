@@ -181,7 +181,8 @@ class RewardModelPool:
         row, data = read_entry(entry or b"{}"), self._settings.data
         system = [{"role": "system", "content": data.system}] if data.system else []
         if isinstance(messages := row.get("messages"), list):
-            return [*system, *messages]
+            *before, last = messages
+            return [*system, *before, {**last, "content": f"{last['content']}{data.suffix}"}]
         question = row.get("question")
         content = f"{question}{data.suffix}" if isinstance(question, str) else prompt
         return [*system, {"role": "user", "content": content}]
