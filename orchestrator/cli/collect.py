@@ -134,7 +134,7 @@ async def _collect(
     prompt_of = {prompt.prompt_id: prompt for prompt in asked}
     if kept is not None:
         kept.forget_all_but(known)
-    seeds = {one.prompt_id: settings.run.seed + index for index, one in enumerate(problems)}
+    seeds: dict[str, int] = {one.prompt_id: settings.run.seed + index for index, one in enumerate(problems)}
     lines = [msgspec.json.encode(job), *_prompts(asked, questions, seeds)]
     done: list[CollectedPrompt] = []
     said_s = time.monotonic()
