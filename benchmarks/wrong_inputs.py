@@ -779,7 +779,7 @@ def algorithms() -> Iterator[Case]:
     yield run_with("data.mix.easy.environment=calculater", "data.mix.easy.environment", "module:function", "none")
     yield run_with("data.mix.easy.environment_params={tries=3}", "data.mix", "names no environment of its own")
     yield run_with("data.mix.easy.min_reward=0.5", "data.mix", "data.rewards", "collect")
-    yield setting("scoring.pools.reference.workers=2", "without algorithm.kl_coef", "no such task")
+    yield run_with("scoring.pools.reference.workers=2", "scoring.pools", "without algorithm.kl_coef", "no such task")
     yield run_with("scoring.pools.values.workers=2", "scoring.pools", "reference")
     yield setting("scoring.reward_model=random:qwen3-tiny", "scoring.reward")
     yield case(
