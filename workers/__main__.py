@@ -113,7 +113,10 @@ UserReward = Annotated[
     str, typer.Option(help="module:function, or code, that this machine allows as reward; the run's must be the same")
 ]
 EnvironmentOption = Annotated[
-    str, typer.Option("--environment", metavar="MODULE:FUNCTION", help="environment that the run may use here")
+    str,
+    typer.Option(
+        "--environment", metavar="MODULE:FUNCTION", help="environment that the run may use here; several: a:b,c:d"
+    ),
 ]
 EnvironmentPath = Annotated[
     str, typer.Option(help="directory that the environment is imported from  [only what is installed]")
@@ -286,6 +289,10 @@ def score(
         str,
         typer.Option(help="server that this machine may ask as teacher, http://host:port; the run's must be the same"),
     ] = "",
+    tasks: Annotated[
+        str,
+        typer.Option(help="what it does, of reward,reference,advantages  [all that the run has]", show_default=False),
+    ] = "",
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
     gpus.take()
@@ -301,6 +308,7 @@ def score(
         functions_path=functions_path,
         teacher_url=teacher_url,
         teacher_key=read_secret(os.environ, ENGINE_KEY) if teacher_url else "",
+        tasks=tuple(filter(None, tasks.split(","))),
         secret=_shared_secret(),
     )
     joining.serve(WorkerKind.SCORE, _number(index), make)
@@ -482,7 +490,7 @@ def collect(
     """Answers to prompts as lines of JSON, for `streamrl-orchestrator collect`; job and prompts come on stdin."""
     import asyncio
 
-    from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
+    from transport.contracts.collection import Collected, CollectJob, CollectPrompt
     from workers.commands.build import ServerChoice
     from workers.commands.collect import collect as answer
     from workers.scoring.jail import hide_from_children
@@ -501,7 +509,7 @@ def collect(
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints is no line of ours
 
-    def write(one: CollectedPrompt) -> None:
+    def write(one: Collected) -> None:
         out.write(msgspec.json.encode(one) + b"\n")
         out.flush()
 

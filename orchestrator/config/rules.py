@@ -138,7 +138,7 @@ def _broken_of_endpoint(s: Settings) -> Iterator[tuple[str, str]]:
     """An endpoint whose samples are conversations of agents."""
     if s.trainer.engine == "none":
         yield "endpoint.enabled trainer.engine", 'needs a trainer; a service (trainer.engine "none") has /generate'
-    if s.environment.name:
+    if s.environments:
         yield (
             "endpoint.enabled environment.name",
             "must be false with environment.name: a sample talks to an agent or to an environment",
@@ -177,14 +177,15 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "generation.engine trainer.engine",
             'must be "emulated" with trainer.engine "emulated", which has no weights to serve',
         )
-    if s.environment.name and s.data.response_column:
+    if s.environments and s.data.response_column:
         yield (
             "environment.name data.response_column",
             "must be empty with data.response_column: a response that is given talks to nobody",
         )
     if s.endpoint.enabled:
         yield from _broken_of_endpoint(s)
-    if s.environment.path and ":" not in s.environment.name:
+    own_environments = any(":" in environment.name for environment in s.environments.values())
+    if s.environment.path and not own_environments:
         yield "environment.path environment.name", "is where a module:function lies: name it (environment.name)"
     if s.environment.max_turn_tokens > s.sampling.max_new_tokens:
         yield (
@@ -293,6 +294,23 @@ def _broken_of_data(s: Settings) -> Iterator[tuple[str, str]]:
         yield "scoring.jail scoring.reward", 'must be "auto" with scoring.reward "code", which runs in a jail alone'
     if s.scoring.reward == CODE_REWARD and s.scoring.reward_path:
         yield "scoring.reward_path scoring.reward", 'is for a reward of yours: leave it out with scoring.reward "code"'
+    if s.scoring.reward_model and s.scoring.reward:
+        yield (
+            "scoring.reward_model scoring.reward",
+            "is the reward, and so is scoring.reward: leave one of them out (a reward of yours may ask a model, too)",
+        )
+    if unknown := [task for task in s.scoring.pools if task not in s.scoring_tasks]:
+        yield (
+            "scoring.pools algorithm.kl_coef",
+            f"has {unknown[0]}, and without algorithm.kl_coef this run has no such task: take the pool out",
+        )
+    if s.environment.executes_answers and not any(":" in one.name for one in s.environments.values()):
+        yield (
+            "environment.executes_answers environment.name",
+            "is about an environment of yours: name it (environment.name); the calculator executes nothing",
+        )
+    if s.environment.executes_answers and s.environment.jail != "auto":
+        yield "environment.jail environment.executes_answers", 'must be "auto" with environment.executes_answers'
     if s.scoring.executes_answers and s.scoring.jail != "auto":
         yield "scoring.jail scoring.executes_answers", 'must be "auto" with scoring.executes_answers'
     if makes_problems and s.eval.path:
@@ -454,6 +472,14 @@ def _broken_in_part(s: Settings, part: DataPart, whole: DataSettings) -> Iterato
         yield "data.mix data.source", 'has a config, split or revision, which need source "hf"'
     if s.scoring.reward == CODE_REWARD and made:
         yield "data.mix scoring.reward", 'has no tests, which scoring.reward "code" needs: docs/code-rewards.md'
+    if part.environment_params and part.environment in ("", "none"):
+        yield "data.mix environment.name", "has environment_params, and names no environment of its own that takes them"
+    if part.advantage and s.algorithm.advantage in ("gae", "batch_std"):
+        yield (
+            "data.mix algorithm.advantage",
+            f'has an advantage of its own, which algorithm.advantage "{s.algorithm.advantage}" leaves no room for: it '
+            "is of a critic, or of the whole batch",
+        )
     bounds = [bound for bound in (part.min_reward, part.max_reward) if bound is not None]
     if bounds and not s.data.rewards:
         yield "data.mix data.rewards", "has min_reward or max_reward, which need data.rewards, a file of `collect`"

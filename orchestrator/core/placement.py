@@ -2,7 +2,7 @@
 
     ranks of the trainer     one each, of their own: NCCL takes one rank a GPU
     generation workers       each ``gpus_per_worker``, of those that are left
-    reference models         one that is idle, else the first rank's
+    models that score        of each pool one that is idle, else the first rank's
     the critic               likewise, another one where there is
 
 Where fewer are left than the workers ask for, they share: with each other, and, where none is left, with the trainer.
@@ -16,8 +16,8 @@ more); a number that was given leaves the other kind all that is left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from transport.contracts.types import WorkerKind
 
@@ -65,7 +65,7 @@ def fill(
     workers: Bounds,
     *,
     gpus_per_worker: int = 1,
-    references: int = 0,
+    models: int = 0,
     critics: int = 0,
     trainer: Sequence[int] | None = None,
     generation: Sequence[int] | None = None,
@@ -74,14 +74,15 @@ def fill(
 
     Ranks get half of the GPUs, more where workers may not be so many as need the other half, less where workers that
     were asked for need more, or all that the user named for them; rounded down to a power of two, because layers and
-    rounds are divided evenly. Workers get the rest, but for one GPU where there are reference models, and one where
+    rounds are divided evenly. Workers get the rest, but for one GPU for each pool of models that score, and one where
     there is a critic.
 
-    Args:    free: those that nobody holds.  references, critics, trainer, generation: as in ``Needs``.
+    Args:    free: those that nobody holds.  models: pools of scoring workers with a model.  critics, trainer,
+             generation: as in ``Needs``.
     Returns: (ranks, workers), within their bounds; on few GPUs they do not all find one of their own.
     Source:  ours.
     """
-    room = len(free) - min(1, references) - critics
+    room = len(free) - models - critics
     if trainer is not None:
         share = len(trainer)
     elif generation is not None:
@@ -95,48 +96,62 @@ def fill(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPool:
+    """Scoring workers with a model each. gpus: that the user named, None: any."""
+
+    workers: int
+    gpus: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What computes on GPUs, in processes.
 
     ranks: of the trainer.  workers: generation workers, as many as there may ever be, each on ``gpus_per_worker`` GPUs.
-    references: scoring workers with a reference model.  critics: 1 where there is a critic.
+    models: by pool, the scoring workers that load one; "": those of no pool.  critics: 1 where there is a critic.
     trainer, generation, critic: the GPUs that the user named, None: any.
     """
 
     ranks: int
     workers: int
     gpus_per_worker: int = 1
-    references: int = 0
+    models: Mapping[str, ModelPool] = field(default_factory=dict[str, ModelPool])
     critics: int = 0
     trainer: Sequence[int] | None = None
     generation: Sequence[int] | None = None
     critic: Sequence[int] | None = None
 
+    @property
+    def named(self) -> set[int]:
+        """GPUs that the user named for the critic, or for models that score."""
+        return {*(self.critic or ()), *(gpu for pool in self.models.values() for gpu in pool.gpus or ())}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """GPUs by number: of each rank; of each place for a generation worker, which workers take in turn; of references;
-    of the critic.
+    """GPUs by number: of each rank; of each place for a generation worker, which workers take in turn; of models that
+    score, by pool, in turn; of the critic.
 
     shares: of the memory of a GPU, what each process there may use.  idle: those that nobody uses.
     """
 
     trainer: tuple[int, ...]
     generation: tuple[tuple[int, ...], ...]
-    references: tuple[int, ...]
+    models: Mapping[str, tuple[int, ...]]
     shares: dict[int, float]
     idle: tuple[int, ...]
     critic: tuple[int, ...] = ()
 
-    def gpus(self, kind: WorkerKind, index: int) -> tuple[int, ...]:
-        """Of the ``index``-th worker of its kind; () where it computes on none."""
+    def gpus(self, kind: WorkerKind, index: int, pool: str = "") -> tuple[int, ...]:
+        """Of the ``index``-th worker of its kind, or its pool; () where it computes on none."""
         match kind:
             case WorkerKind.TRAIN if self.trainer:
                 return (self.trainer[index],)
             case WorkerKind.GENERATE if self.generation:
                 return self.generation[index % len(self.generation)]
-            case WorkerKind.SCORE:
-                return self.references
+            case WorkerKind.SCORE if pool in self.models:
+                of_pool = self.models[pool]
+                return (of_pool[index % len(of_pool)],)
             case WorkerKind.CRITIC:
                 return self.critic
             case _:
@@ -156,21 +171,26 @@ def place(free: Sequence[int], needs: Needs) -> Placement:
     trainer = _trainer(free, needs)
     generation = _generation(free, trainer, needs)
     used = {*trainer, *(gpu for place in generation for gpu in place)}
-    references: tuple[int, ...] = ()
-    if needs.references:
-        references = next(((gpu,) for gpu in free if gpu not in used), trainer[:1] or tuple(free[:1]))
+    used |= needs.named
+
+    def idle() -> tuple[int, ...]:
+        found = next(((gpu,) for gpu in free if gpu not in used), trainer[:1] or tuple(free[:1]))
+        used.update(found)
+        return found
+
+    models = {name: idle() if pool.gpus is None else tuple(pool.gpus) for name, pool in needs.models.items()}
     critic: tuple[int, ...] = ()
     if needs.critics:
-        others = used | {*references}
-        idle = next(((gpu,) for gpu in free if gpu not in others), trainer[:1] or tuple(free[:1]))
-        critic = idle if needs.critic is None else tuple(needs.critic[:1])
-    tenants = Counter([*trainer, *references * needs.references, *critic])
+        critic = idle() if needs.critic is None else tuple(needs.critic[:1])
+    tenants = Counter([*trainer, *critic])
+    for name, pool in needs.models.items():
+        tenants.update(models[name][worker % len(models[name])] for worker in range(pool.workers))
     for worker in range(needs.workers):
         tenants.update(generation[worker % len(generation)])
     return Placement(
         trainer=trainer,
         generation=generation,
-        references=references,
+        models=models,
         shares={gpu: 1.0 if count == 1 else int(100 * USABLE) // count / 100 for gpu, count in tenants.items()},
         idle=tuple(gpu for gpu in free if gpu not in tenants),
         critic=critic,
@@ -179,7 +199,8 @@ def place(free: Sequence[int], needs: Needs) -> Placement:
 
 def _trainer(free: Sequence[int], needs: Needs) -> tuple[int, ...]:
     named = needs.trainer
-    apart = [gpu for gpu in free if gpu not in (needs.generation or ())]
+    taken = {*(needs.generation or ()), *needs.named}
+    apart = [gpu for gpu in free if gpu not in taken]
     candidates = named if named is not None else apart if len(apart) >= needs.ranks else free
     if len(candidates) < needs.ranks:
         raise PlacementError(
@@ -194,7 +215,7 @@ def _generation(free: Sequence[int], trainer: Sequence[int], needs: Needs) -> tu
     if not needs.workers:
         return ()
     each = needs.gpus_per_worker
-    left = [gpu for gpu in free if gpu not in trainer]
+    left = [gpu for gpu in free if gpu not in {*trainer, *needs.named}]
     candidates = needs.generation if needs.generation is not None else left if len(left) >= each else [*left, *trainer]
     if len(candidates) < each:
         raise PlacementError(

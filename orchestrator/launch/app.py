@@ -50,7 +50,7 @@ from orchestrator.launch.console import RunConsole
 from orchestrator.launch.growth import STOP_GRACE_S, add_workers, report_loss, tell_pending
 from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
-from orchestrator.launch.processes import Children, Fleet, score_arguments, train_arguments
+from orchestrator.launch.processes import Children, Fleet, environment_arguments, score_arguments, train_arguments
 from orchestrator.loop.decide import Decider, Trimmer, recover_state
 from orchestrator.loop.execute import Executor, Issued, Planner
 from orchestrator.loop.intake import (
@@ -257,8 +257,9 @@ async def _growing(
 
 def join_commands(settings: Settings) -> list[str]:
     """What to type, here, for each kind of worker that the run needs."""
-    score, train = ["score", *score_arguments(settings)], ["train", *train_arguments(settings)]
-    kinds = [["publish"], ["generate"]] if settings.trainer.engine == "none" else [["generate"], score, train]
+    generate, train = ["generate", *environment_arguments(settings)], ["train", *train_arguments(settings)]
+    score = [["score", *score_arguments(settings, pool)] for pool in settings.scorers]
+    kinds = [["publish"], generate] if settings.trainer.engine == "none" else [generate, *score, train]
     kinds += [["critic"]] if settings.has_critic else []
     where = ["--broker", without_password(settings.broker.url)[0], "--run", settings.run.name]
     return [command("streamrl-worker", *kind, *where) for kind in kinds]

@@ -77,7 +77,7 @@ def check_inputs(settings: Settings) -> Sequence[Problem]:
 
 def _verifies(settings: Settings, data: DataSettings) -> bool:
     """Whether a verifier of ours grades reasoning_gym's answers of this part."""
-    return data.source == "reasoning_gym" and not settings.scoring.reward
+    return data.source == "reasoning_gym" and not (settings.scoring.reward or settings.scoring.reward_model)
 
 
 def check_code_tasks(problems: Iterable[Problem]) -> None:
@@ -194,7 +194,9 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     here = settings.launcher.kind == "local"
     devices = (settings.trainer.device, generation.device) if here else ()
     own = any(":" in name for name in (settings.algorithm.advantage, settings.algorithm.loss))
-    foreign = scoring.reward or own or settings.environment.name or generation.engine in SERVER_ENGINES
+    foreign = (
+        scoring.reward or scoring.reward_model or own or settings.environments or generation.engine in SERVER_ENGINES
+    )
     if not (foreign or any(name.startswith("cuda") for name in devices)):
         return
     asked = [public(settings), trial_rows(problems, scoring)]

@@ -11,7 +11,7 @@ import msgspec
 from orchestrator.config.load import Resolved
 from orchestrator.config.schema import value_of
 from orchestrator.config.starts import GpuUse
-from orchestrator.core.placement import Bounds, Needs, Placement, PlacementError, fill, place
+from orchestrator.core.placement import Bounds, ModelPool, Needs, Placement, PlacementError, fill, place
 from orchestrator.errors import ConfigError
 from transport.contracts.llms import UnknownModelError, from_config
 from transport.contracts.settings import SERVER_ENGINES, Settings
@@ -39,7 +39,7 @@ class PlacedGpus:
 
     def arguments(self, kind: WorkerKind, index: int) -> list[str]:
         """Of the command line of one worker."""
-        gpus = self.placement.gpus(kind, index)
+        gpus = self._gpus(kind, index)
         if not gpus:
             return []
         share = self.placement.share(gpus)
@@ -47,12 +47,16 @@ class PlacedGpus:
         parts += ["--gpus-each", str(len(gpus))] if len(gpus) > 1 else []
         return [*parts, "--gpu-share", f"{share:g}"] if share < 1 else parts
 
+    def _gpus(self, kind: WorkerKind, index: int) -> tuple[int, ...]:
+        if kind is not WorkerKind.SCORE:
+            return self.placement.gpus(kind, index)
+        pool, number = self.settings.scorer(index)
+        return self.placement.gpus(kind, number, pool)
+
     def uses(self, workers: Sequence[tuple[WorkerKind, int]]) -> list[GpuUse]:
         """Who computes on each GPU. workers: how many of each kind the run begins with."""
         everyone = {
-            f"{kind.value}-{index}": self.placement.gpus(kind, index)
-            for kind, count in workers
-            for index in range(count)
+            f"{kind.value}-{index}": self._gpus(kind, index) for kind, count in workers for index in range(count)
         }
         return [
             GpuUse(
@@ -93,6 +97,8 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
     learns = settings.has_critic and trainer.engine == "torch" and settings.critic.device in ("auto", "cuda")
     named = {"trainer.gpus": trainer.gpus, "generation.gpus": generation.gpus}
     named |= {"critic.gpus": settings.critic.gpus} if learns else {}
+    loading = _pools_with_models(settings) if trains else {}
+    named |= {f"scoring.pools.{name}.gpus": scoring.pools[name].gpus for name in loading if name}
     chosen = {key: None if gpus == "auto" else parse_gpus(key, gpus, len(present)) for key, gpus in named.items()}
     if not present:
         return None
@@ -102,16 +108,19 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
             raise ConfigError(f"{key}: GPU {', '.join(taken)} is held by a worker of another run", key=key)
     if not free:
         raise ConfigError(f"all {len(present)} GPUs of this machine are held by workers of other runs; wait for them")
-    references = scoring.workers if trains and settings.algorithm.kl_coef > 0 else 0
+    models = {
+        name: ModelPool(workers=workers, gpus=chosen.get(f"scoring.pools.{name}.gpus"))
+        for name, workers in loading.items()
+    }
     of_workers = _workers(settings) if generates else NONE
     critics = 1 if learns else 0
-    room = _room(free, settings, of_workers.low, min(1, references) + critics, chosen)
+    room = _room(free, settings, of_workers.low, len(models) + critics, chosen)
     ranks, workers = fill(
         free,
         _ranks(settings, _usable_bytes(present), room) if trains else NONE,
         of_workers,
         gpus_per_worker=generation.gpus_per_worker,
-        references=references,
+        models=len(models),
         critics=critics,
         trainer=chosen["trainer.gpus"],
         generation=chosen["generation.gpus"],
@@ -120,7 +129,7 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
         ranks=ranks,
         workers=max(workers, generation.max_workers) if generates else 0,
         gpus_per_worker=generation.gpus_per_worker,
-        references=references,
+        models=models,
         critics=critics,
         trainer=chosen["trainer.gpus"],
         generation=chosen["generation.gpus"],
@@ -136,6 +145,14 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
 NONE = Bounds(low=0, high=0)
 
 
+def _pools_with_models(settings: Settings) -> dict[str, int]:
+    """Pools of scoring workers that load a model onto a GPU, and how many they are."""
+    if settings.scoring_device not in ("auto", "cuda"):
+        return {}
+    loads = {task for task, model in settings.scoring_tasks.items() if model}
+    return {name: pool.workers for name, pool in settings.scorers.items() if loads.intersection(pool.tasks)}
+
+
 def _room(
     free: Sequence[int],
     settings: Settings,
@@ -145,7 +162,7 @@ def _room(
 ) -> int:
     """How many GPUs the trainer's ranks may have at most.
 
-    others: that reference models and the critic take.  chosen: by setting, those that the user named.
+    others: that models of scoring and the critic take.  chosen: by setting, those that the user named.
     """
     if (own := chosen["trainer.gpus"]) is not None:
         return len(own)

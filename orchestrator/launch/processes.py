@@ -29,7 +29,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.events import read_statuses
 from transport.contracts.messages import STARTING
-from transport.contracts.settings import EnvironmentSettings, LivenessSettings, Settings
+from transport.contracts.settings import LivenessSettings, Settings
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.errors import TransientError
 from transport.process.clock import Clock, MonotonicClock
@@ -62,7 +62,7 @@ def workers_of(settings: Settings) -> list[tuple[WorkerKind, int]]:
     generate = (WorkerKind.GENERATE, settings.generation.num_workers)
     if settings.trainer.engine == "none":
         return [*begun, (WorkerKind.PUBLISH, 1), generate]
-    score = (WorkerKind.SCORE, settings.scoring.workers)
+    score = (WorkerKind.SCORE, sum(pool.workers for pool in settings.scorers.values()))
     critic = [(WorkerKind.CRITIC, 1)] if settings.has_critic else []
     return [*begun, (WorkerKind.TRAIN, settings.trainer.num_ranks), *critic, generate, score]
 
@@ -114,8 +114,8 @@ class Fleet:
         reach += ["--outage-s", str(broker.outage_s)]
         common = self._common(self.worker_url or self.url, kind)
         argv = python_module("workers", kind.value, *number, *common, *reach)
-        argv += self._local_arguments(kind) + (self.gpus.arguments(kind, index) if self.gpus else [])
-        asks = resources_of(self.settings, kind)
+        argv += self._local_arguments(kind, index) + (self.gpus.arguments(kind, index) if self.gpus else [])
+        asks = resources_of(self.settings, kind, index)
         argv += ["--gpus-each", str(asks.gpus)] if asks.gpus > 1 and not self.is_local else []  # a server's ranks
         return ProcessSpec(
             name=f"{kind.value}-{index}",
@@ -126,13 +126,13 @@ class Fleet:
             ranks=ranks,
         )
 
-    def _local_arguments(self, kind: WorkerKind) -> list[str]:
+    def _local_arguments(self, kind: WorkerKind, index: int) -> list[str]:
         """What only this machine's owner may allow: code named here was named on the user's own command line."""
         if kind is WorkerKind.PUBLISH:
             weights_dir = self.settings.service.weights_dir
             return ["--weights-dir", weights_dir] if weights_dir else []
         if kind is WorkerKind.SCORE:
-            return score_arguments(self.settings)
+            return score_arguments(self.settings, self.settings.scorer(index)[0])
         arguments = ["--trust-remote-code"] if self.settings.model.trust_remote_code else []
         if kind is WorkerKind.TRAIN:
             arguments += train_arguments(self.settings)
@@ -144,7 +144,7 @@ class Fleet:
                 "--server-args": shlex.join(engine.server_args),
             }
             arguments += [part for option, value in server.items() if value for part in (option, value)]
-            arguments += environment_arguments(self.settings.environment)
+            arguments += environment_arguments(self.settings)
         return arguments
 
     def _common(self, url: str, kind: WorkerKind | None = None) -> list[str]:
@@ -163,19 +163,24 @@ def launched_env(run_dir: Path) -> dict[str, str]:
     return {LAUNCHED: f"{versions('streamrl').get('streamrl', '')} {marker.resolve()}"}
 
 
-def environment_arguments(environment: EnvironmentSettings) -> list[str]:
-    """What allows a generation worker the user's environment; one that is built in needs no allowance."""
-    path = ["--environment-path", environment.path] if environment.path else []
-    return ["--environment", environment.name, *path] if ":" in environment.name else []
+def environment_arguments(settings: Settings) -> list[str]:
+    """What allows a generation worker the user's environments; those that are built in need no allowance."""
+    path = ["--environment-path", settings.environment.path] if settings.environment.path else []
+    names = sorted({one.name for one in settings.environments.values() if ":" in one.name})
+    return ["--environment", ",".join(names), *path] if names else []
 
 
-def score_arguments(settings: Settings) -> list[str]:
-    """What allows a scoring worker the user's functions, their names and directories, and the server of a teacher."""
+def score_arguments(settings: Settings, pool: str) -> list[str]:
+    """What allows a scoring worker the user's functions, their names and directories, and the server of a teacher.
+
+    pool: that it is of, whose tasks it is told where there are several.
+    """
     scoring, algorithm = settings.scoring, settings.algorithm
     path = ["--reward-path", scoring.reward_path] if scoring.reward_path else []
     reward = ["--reward", scoring.reward, *path] if scoring.reward else []
     teacher = ["--teacher-url", algorithm.teacher_url] if algorithm.teacher_url else []
-    return reward + teacher + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
+    tasks = ["--tasks", ",".join(settings.scorers[pool].tasks)] if settings.scoring.pools else []
+    return reward + teacher + tasks + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
 
 
 def train_arguments(settings: Settings) -> list[str]:

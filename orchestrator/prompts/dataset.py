@@ -59,7 +59,8 @@ class Problem:
 
     prompt_id: names its row, e.g. ``chain_sum/17`` or ``train.jsonl/17`` (the line); the same on every pass.
     question: of a conversation, its texts one after another.  messages: the conversation, () where there is none.
-    entry_json: ``{"question", "answer", "metadata"}``; metadata: what reasoning_gym says, or the row's other columns.
+    entry_json: ``{"question", "answer", "metadata"}``, of a conversation ``messages``, too.  metadata: what
+    reasoning_gym says, or the row's other columns.
     eval_set: of a held-out one, the set of ``[eval.sets]`` that asks it; its prompt_id then begins with it.
     part: the part of ``[data.mix]`` that it is of; its prompt_id begins with it, and its entry names it.
     """
@@ -318,6 +319,8 @@ def _problem(
 ) -> Problem:
     """enc_hook=str: reasoning_gym's metadata holds fractions and the like; data sets hold dates and the like."""
     entry = {"question": question, "answer": answer, "metadata": metadata}
+    if messages:
+        entry["messages"] = messages
     encoded = msgspec.json.encode(entry, enc_hook=str)
     if messages:
         last = msgspec.structs.replace(messages[-1], content=messages[-1].content + data.suffix)

@@ -93,3 +93,15 @@ class Fickle(Echo):
 
 def no_environment(**params: Any) -> object:
     return object()
+
+
+class Executes(Echo):
+    """Runs what each turn says, and says what ``said`` is then."""
+
+    def step(self, text: str, tokens: Sequence[int]) -> object:
+        names: dict[str, Any] = {"said": None}
+        try:
+            exec(text, names)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", False, None
+        return str(names["said"]), False, None

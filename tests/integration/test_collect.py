@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,38 @@ def test_what_is_collected_is_what_rankers_and_parts_read(tmp_path: Path) -> Non
         (("--samples", "3", "--set", "model.path=random:other"), "name another file"),
     ):
         refused = collect(out, *options)
+        assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
+
+
+def test_answers_that_were_paid_for_are_rows_to_imitate(tmp_path: Path) -> None:
+    out, rows = tmp_path / "collected.jsonl", tmp_path / "answers.jsonl"
+    options = ("--samples", "3", "--answers", str(rows), "--above", "0.1", "--set", "data.suffix= Go.")
+    done = collect(out, *options)
+    assert done.returncode == 0, done.stderr
+    answers, rewards = lines_of(rows), [reward for line in lines_of(out) for reward in line["rewards"]]
+    assert answers
+    assert 0 < len(answers) <= sum(reward > 0.1 for reward in rewards) < len(rewards)
+    assert all(one["reward"] > 0.1 and isinstance(one["response"], str) for one in answers)
+    given = ["data.source=jsonl", f"data.path={rows}", "data.response_column=response", "algorithm.name=sft"]
+    settings = resolve("tiny", [], [*given, "eval.problems=0", "data.suffix= Go.", "data.task="], {}).settings
+    problems = load_problems(settings).training
+    assert len(problems) == len(answers)
+    assert all(one.question.count(" Go.") == 1 for one in problems), "the suffix is the run's, and added once"
+
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:20]))  # as after a kill
+    again = collect(out, *options)
+    assert again.returncode == 0, again.stderr
+    known = {line["id"] for line in lines_of(out)[:20]}
+    kept = [one for one in lines_of(rows) if one["id"] in known]
+    assert kept == [one for one in answers if one["id"] in known], "neither lost nor written twice"
+    assert max(Counter(one["id"] for one in lines_of(rows)).values()) <= 3
+    rows.unlink()
+    for given, words in (
+        (options, "24 prompts of --out were collected without it"),
+        (("--above", "0.1"), "it needs --answers FILE"),
+        ((*options, "--set", "environment.name=calculator"), "talk to an environment"),
+    ):
+        refused = collect(out, *given)
         assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
 
 

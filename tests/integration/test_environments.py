@@ -20,18 +20,27 @@ from transformers import AutoModelForCausalLM
 
 from orchestrator.config.load import render, resolve
 from orchestrator.config.schema import to_toml
+from orchestrator.launch.processes import environment_arguments
 from orchestrator.prompts.source import write_held_out
 from tests.fakes.tiny_models import full_logprobs
+from transport.contracts.messages import TrialRow, TrialRows
 from transport.contracts.settings import EmulatedSettings, GenerationSettings, Settings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, SegmentKind
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import loss_mask
+from workers.commands.check import check_workers
 from workers.commands.evaluate import evaluate_run
 from workers.environments.calculator import Calculator, calculate
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
 from workers.environments.environment import Message
-from workers.environments.pool import EnvironmentPool, environment_setup
+from workers.environments.pool import (
+    EnvironmentPool,
+    Environments,
+    EpisodeLink,
+    environment_setup,
+    own_environments,
+)
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, EvaluationError
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.emulated import EmulatedEngine
@@ -50,7 +59,7 @@ def settings_for(name: str, *, jail: str = "off", **more: object) -> Settings:
 async def pool(name: str = "AsTold", *, jail: str = "off", **more: object) -> AsyncIterator[EnvironmentPool]:
     full = f"tests.fakes.environments:{name}"
     settings = settings_for(full, jail=jail, **{"processes": 1, "timeout_s": 20.0, **more})
-    made = EnvironmentPool(settings, environment_setup(settings, full, ROOT))
+    made = EnvironmentPool(settings, settings.environment, environment_setup(settings.environment, full, ROOT))
     try:
         await made.start()
         yield made
@@ -117,7 +126,9 @@ async def test_a_first_process_that_is_hit_while_it_starts_is_started_again(tmp_
         "from tests.fakes.environments import Echo\n"
     )
     settings = settings_for("hit_once:Echo", processes=1)
-    environments = EnvironmentPool(settings, environment_setup(settings, "hit_once:Echo", str(tmp_path)))
+    environments = EnvironmentPool(
+        settings, settings.environment, environment_setup(settings.environment, "hit_once:Echo", str(tmp_path))
+    )
     try:
         await environments.start()
         await environments.open().reset("say it", b"{}")
@@ -167,7 +178,154 @@ async def test_what_is_no_environment_fails_by_name() -> None:
         async with pool("nowhere"):
             pass
     with pytest.raises(EnvironmentSetupError, match=r"this worker allows '\(ours\)'; start it with --env"):
-        environment_setup(settings_for("tests.fakes.environments:Echo"), "", "")
+        environment_setup(settings_for("tests.fakes.environments:Echo").environment, "", "")
+
+
+# --- several, by part of the data
+
+
+def mixed(**parts: dict[str, object]) -> Settings:
+    echo = "tests.fakes.environments:Echo"
+    return msgspec.convert({"environment": {"name": echo, "jail": "off"}, "data": {"mix": parts}}, Settings)
+
+
+async def test_each_part_of_the_data_talks_to_its_own_environment_and_one_may_have_none() -> None:
+    told = {"environment": "tests.fakes.environments:Echo", "environment_params": {"greeting": "told"}}
+    settings = mixed(said={}, told=told, again=told, sums={"environment": "calculator"}, alone={"environment": "none"})
+    assert own_environments(settings) == "tests.fakes.environments:Echo"
+    environments = Environments(settings, own_environments(settings), ROOT)
+    heard: dict[str, object] = {}
+    try:
+        await environments.start()
+        assert len(environments._distinct) == 3, "told and again share one"
+        for part in ("", "said", "told", "again", "sums", "alone"):
+            entry = json.dumps({"part": part, "question": "1 + 1"} if part else {"question": "1 + 1"}).encode()
+            episode = environments.open(entry)
+            first = await episode.reset("say it", entry)
+            heard[part] = (*first.messages, *(await episode.step("2 + 3 =", [1])).messages)
+            episode.close()
+    finally:
+        await environments.close()
+    echoed, greeting = Message(role="tool", content="1:2 + 3 ="), Message(role="tool", content="told")
+    assert heard == {
+        "": (echoed,),
+        "said": (echoed,),
+        "told": (greeting, echoed),
+        "again": (greeting, echoed),
+        "sums": (Message(role="tool", content="Result: 5"),),
+        "alone": (),
+    }
+
+
+def test_environments_of_parts_run_only_where_each_is_allowed_and_are_each_tried() -> None:
+    other = {"environment": "tests.fakes.environments:Told"}
+    settings = mixed(said={}, told=other)
+    assert environment_arguments(settings) == [
+        "--environment",
+        "tests.fakes.environments:Echo,tests.fakes.environments:Told",
+    ]
+    with pytest.raises(EnvironmentSetupError, match=r"start it with --environment tests.fakes.environments:Told"):
+        Environments(settings, "tests.fakes.environments:Echo", ROOT)
+    with pytest.raises(EnvironmentSetupError, match="drop --environment mine:Own"):
+        Environments(settings, own_environments(settings) + ",mine:Own", ROOT)
+    rows = [TrialRow(prompt="?", response="", entry=json.dumps({"part": part})) for part in ("said", "told")]
+    with pytest.raises(
+        EnvironmentSetupError, match=r"Told' was tried on 1 rows of data.mix.told and began none: .*says"
+    ):
+        check_workers(settings, TrialRows(rows=rows))  # Told wants an entry that says something
+
+
+# --- what runs what a model wrote
+
+in_a_jail = pytest.mark.skipif(not shutil.which(BUBBLEWRAP), reason="no bubblewrap here")
+
+
+async def said(episode: EpisodeLink, code: str) -> str:
+    ((message,),) = ((await episode.step(code, [1])).messages,)
+    return message.content
+
+
+@in_a_jail
+async def test_an_episode_that_executes_answers_has_a_jail_of_its_own() -> None:
+    async with pool("Executes", jail="auto", executes_answers=True) as environments:
+        assert environments.pids() == [], "the one that was tried is no episode's"
+        first, second = environments.open(), environments.open()
+        for episode in (first, second):
+            await episode.reset("say it", b"{}")
+        assert await said(first, "open('/tmp/mine', 'w').write('secret'); said = open('/tmp/mine').read()") == "secret"
+        assert (
+            await said(second, "open('/tmp/mine')")
+            == "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/mine'"
+        )
+        others = "import os; said = sorted(int(one) for one in os.listdir('/proc') if one.isdigit())"
+        assert len(await said(second, others)) < len("[1, 2, 3, 4]"), "it sees no process but its own"
+        reached = await said(second, "import socket; socket.create_connection(('127.0.0.1', 9), timeout=5)")
+        assert "Network is unreachable" in reached or "Connection refused" in reached
+        assert await said(second, "import os; said = os.environ.get('HOME')") == "/tmp"
+        assert "MemoryError" in await said(second, "bytearray(2 * 1024**3)")
+        pids = environments.pids()
+        assert len(set(pids)) == 2
+        first.close()
+        await until_gone(pids[0])
+        assert await said(second, "said = 'still there'") == "still there"
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(30):
+        while is_there(pid):  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.01)
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@in_a_jail
+async def test_the_example_with_python_as_its_tool_runs_blocks_and_ends_without_one() -> None:
+    name, here = "python_tool:PythonTool", str(Path(ROOT) / "docs/examples")
+    settings = settings_for(name, jail="auto", path=here, executes_answers=True, params={"limit_s": 5.0})
+    environments = EnvironmentPool(settings, settings.environment, environment_setup(settings.environment, name, here))
+    try:
+        await environments.start()
+        episode = environments.open()
+        await episode.reset("17 * 23?", b"{}")
+        assert await said(episode, "let me see:\n```python\nprint(17 * 23)\n```\n") == "391\n"
+        assert "ZeroDivisionError" in await said(episode, "```python\n1 / 0\n```")
+        assert await said(episode, "```python\nwhile True: pass\n```") == "no end within 5 s"
+        last = await episode.step("the answer is 391", [1])
+        assert (last.messages, last.done, last.reward) == ((), True, None), "the run's reward scores it"
+    finally:
+        await environments.close()
+
+
+@in_a_jail
+async def test_an_episode_that_ends_in_the_middle_of_what_it_runs_leaves_no_process() -> None:
+    async with pool("Executes", jail="auto", executes_answers=True) as environments:
+        episode = environments.open()
+        await episode.reset("say it", b"{}")
+        (pid,) = environments.pids()
+        endless = asyncio.create_task(episode.step("while True: pass", [1]))
+        while not environments.busy:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.01)
+        episode.close()
+        with pytest.raises(EnvironmentFailedError, match="ended in the middle of a call"):
+            await endless
+        await until_gone(pid)
+        begun = environments.open()
+        starting = asyncio.create_task(begun.reset("say it", b"{}"))
+        await asyncio.sleep(0)
+        begun.close()  # before its process is there
+        await asyncio.gather(starting, return_exceptions=True)
+        assert environments.pids() == []
+
+
+async def test_without_a_jail_what_executes_answers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        EnvironmentSetupError, match=r"executes what a model wrote .*no jail for it here: bubblewrap is not"
+    ):
+        async with pool("Executes", jail="auto", executes_answers=True):
+            pass
 
 
 async def test_calls_that_are_cancelled_leave_no_answer_behind() -> None:
@@ -280,7 +438,7 @@ async def episodes(inner: GenerationEngine, directory: Path, **more: object) -> 
     """Two turns, the second after the environment has said the first one again."""
     full = "tests.fakes.environments:Echo"
     settings = settings_for(full, **more)
-    environments = EnvironmentPool(settings, environment_setup(settings, full, ROOT))
+    environments = Environments(settings, full, ROOT)
     encoder = ObservationEncoder.of(directory, templated=True)
     engine = EpisodeEngine(inner, environments, encoder, settings.environment)
     async with serving(engine):

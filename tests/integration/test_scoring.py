@@ -267,6 +267,28 @@ async def test_a_group_of_a_mix_says_of_which_part_it_is(
     assert event.part == ("easy" if mixed else "")
 
 
+async def test_a_part_of_a_mix_may_have_its_own_advantage(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+) -> None:
+    settings = settings_for("tests.fakes.rewards:length")
+    data = msgspec.structs.replace(settings.data, mix={"easy": DataPart(advantage="mean_only"), "hard": DataPart()})
+    settings = msgspec.structs.replace(settings, data=data)
+    found: list[list[float]] = []
+    for number, part in enumerate(("easy", "hard")):
+        group = group_id(0, number)
+        await admit(broker, {"part": part}, group=group)
+        await generate(broker, *[tokenize(text) for text in ("a", "bcd", "efgh")], group=group)
+    async with running(worker_for(broker, settings, model_dir, clock)):
+        after, _ = await next_event(broker)
+        await next_event(broker, after)
+    for number in (0, 1):
+        rows = await broker.read_rows([row_id(group_id(0, number), one) for one in range(3)], [Column.ADVANTAGE])
+        found.append([decode_scalar(Column.ADVANTAGE, row[Column.ADVANTAGE]) for row in rows])
+    rewards = np.array([0.1, 0.3, 0.4])
+    assert found[0] == pytest.approx(group_advantages(rewards, "mean_only").tolist(), rel=1e-5)
+    assert found[1] == pytest.approx(group_advantages(rewards, "group_std").tolist(), rel=1e-5)
+
+
 async def test_an_advantage_of_the_users_is_what_a_group_gets(
     broker: Broker, model_dir: Path, clock: ManualClock, tokenize
 ) -> None:

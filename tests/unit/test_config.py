@@ -396,6 +396,26 @@ def test_out_of_range(argument: str, message: str):
             "buckets = [512] needs trainer.parallel.pi",
         ),
         (["trainer.lora.publish=adapters"], 'trainer.lora.publish = "adapters" needs trainer.lora.rank above 0'),
+        (
+            ["scoring.reward_model=judge", "scoring.reward=mine:reward"],
+            'scoring.reward_model = "judge" is the reward, and so is scoring.reward: leave one of them out',
+        ),
+        (
+            ["scoring.pools.reference.workers=2"],
+            "has reference, and without algorithm.kl_coef this run has no such task",
+        ),
+        (["scoring.pools.values.workers=2"], '"reward", "reference" or "advantages"'),
+        (["environment.executes_answers=true"], "is about an environment of yours: name it"),
+        (
+            ["environment.name=mine:Tool", "environment.executes_answers=true", "environment.jail=off"],
+            'environment.jail = "off" must be "auto" with environment.executes_answers',
+        ),
+        (["data.mix.a.environment_params={tries=3}"], "names no environment of its own that takes them (in a)"),
+        (["data.mix.a.environment=calculater"], 'must be "calculator", module:function, or "none"'),
+        (
+            ["data.mix.a.advantage=rloo", "algorithm.name=reinforce_pp"],
+            'has an advantage of its own, which algorithm.advantage "batch_std" leaves no room for',
+        ),
         (["trainer.lora.rank=-1"], "trainer.lora.rank must be a whole number >= 0, not -1"),
         (["trainer.parallel.buckets=[8, 16]"], "buckets = [8, 16] must reach beyond sampling.max_new_tokens"),
         (["trainer.lora.rank=8", "trainer.engine=none"], 'trainer.lora.rank = 8 needs trainer.engine "torch"'),

@@ -54,7 +54,7 @@ class Script:
     async def close(self) -> None:
         pass
 
-    def open(self) -> Link:
+    def open(self, entry: bytes) -> Link:
         self.opened += 1
         return Link(self)
 

@@ -9,6 +9,7 @@ from transport.contracts.settings import (
     AlgorithmSettings,
     BrokerSettings,
     RunSettings,
+    ScoringPool,
     ScoringSettings,
     Settings,
     TrainerSettings,
@@ -38,6 +39,29 @@ def test_functions_of_an_algorithm_are_named_to_the_workers_that_run_them():
     assert join_commands(settings)[1:] == [
         f"{WORKER} score --advantage mine:best --functions-path mine {WHERE}",
         f"{WORKER} train --loss mine:clip --functions-path mine {WHERE}",
+    ]
+
+
+def test_environments_of_the_users_are_named_to_the_workers_that_ask_them():
+    settings = msgspec.convert(
+        {
+            "environment": {"name": "calculator", "path": "mine"},
+            "data": {"mix": {"one": {"environment": "mine:One"}, "two": {"environment": "mine:Two"}, "sums": {}}},
+        },
+        Settings,
+    )
+    settings = msgspec.structs.replace(settings, run=SETTINGS.run, broker=SETTINGS.broker)
+    line = f"{WORKER} generate --environment mine:One,mine:Two --environment-path mine {WHERE}"
+    assert join_commands(settings)[0] == line
+
+
+def test_a_pool_of_scoring_workers_has_a_line_of_its_own():
+    scoring = ScoringSettings(reward_model="judge", pools={"reward": ScoringPool(), "reference": ScoringPool()})
+    settings = msgspec.structs.replace(SETTINGS, scoring=scoring, algorithm=AlgorithmSettings(kl_coef=0.1))
+    assert join_commands(settings)[1:4] == [
+        f"{WORKER} score --tasks advantages {WHERE}",
+        f"{WORKER} score --tasks reward {WHERE}",
+        f"{WORKER} score --tasks reference {WHERE}",
     ]
 
 

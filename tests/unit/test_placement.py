@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.config.load import render, resolve
 from orchestrator.config.rules import violations
-from orchestrator.core.placement import Bounds, Needs, PlacementError, fill, place
+from orchestrator.core.placement import Bounds, ModelPool, Needs, PlacementError, fill, place
 from orchestrator.errors import ConfigError, ExitCode, exit_code
 from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
 from orchestrator.launch.processes import workers_of
@@ -18,6 +18,8 @@ from tests.fakes.gpu_driver import FakeDriver
 from transport.contracts.types import WorkerKind
 from transport.errors import GpuError
 from transport.process.gpus import VISIBLE, take_gpus
+
+MODELS = {"": ModelPool(workers=1)}
 
 
 def test_the_trainer_gets_the_first_gpus_and_generation_the_rest():
@@ -32,7 +34,7 @@ def test_the_trainer_gets_the_first_gpus_and_generation_the_rest():
 
 
 def test_one_gpu_is_shared_by_all_with_equal_shares_of_its_memory():
-    placed = place([0], Needs(ranks=1, workers=2, references=1))
+    placed = place([0], Needs(ranks=1, workers=2, models=MODELS))
     everyone = [(WorkerKind.TRAIN, 0), (WorkerKind.GENERATE, 0), (WorkerKind.GENERATE, 1), (WorkerKind.SCORE, 0)]
     assert [placed.gpus(*who) for who in everyone] == [(0,)] * 4
     assert placed.shares == {0: 0.22}
@@ -51,21 +53,21 @@ def test_workers_go_to_the_trainers_gpus_where_none_is_left():
 
 
 def test_a_reference_model_gets_an_idle_gpu_before_it_shares():
-    needs = Needs(ranks=1, workers=1, references=1)
-    assert place(range(3), needs).references == (2,)
+    needs = Needs(ranks=1, workers=1, models=MODELS)
+    assert place(range(3), needs).models == {"": (2,)}
     shared = place(range(2), needs)
-    assert shared.references == (0,)
+    assert shared.models == {"": (0,)}
     assert shared.shares == {0: 0.45, 1: 1.0}
 
 
 def test_a_critic_gets_an_idle_gpu_of_its_own_or_the_one_that_it_is_given():
-    needs = Needs(ranks=1, workers=1, references=1, critics=1)
+    needs = Needs(ranks=1, workers=1, models=MODELS, critics=1)
     placed = place(range(4), needs)
-    assert (placed.references, placed.critic, placed.idle) == ((2,), (3,), ())
+    assert (placed.models[""], placed.critic, placed.idle) == ((2,), (3,), ())
     assert placed.gpus(WorkerKind.CRITIC, 0) == (3,)
     assert placed.share(placed.critic) == 1.0
     shared = place(range(3), needs)
-    assert (shared.references, shared.critic) == ((2,), (0,))
+    assert (shared.models[""], shared.critic) == ((2,), (0,))
     assert shared.shares == {0: 0.45, 1: 1.0, 2: 1.0}
     assert place(range(8), Needs(ranks=1, workers=1, critics=1, critic=[5, 6])).critic == (5,)
     assert place(range(4), Needs(ranks=1, workers=1)).gpus(WorkerKind.CRITIC, 0) == ()
@@ -82,6 +84,17 @@ def test_what_the_user_names_is_used_and_nothing_else():
     assert beside.trainer == (2, 3), "a trainer that may choose stays off what generation was given"
 
 
+def test_pools_of_models_that_score_have_gpus_of_their_own():
+    pools = {"": ModelPool(workers=2), "reward": ModelPool(workers=3, gpus=[0, 1]), "reference": ModelPool(workers=1)}
+    placed = place(range(8), Needs(ranks=2, workers=2, models=pools))
+    assert (placed.trainer, placed.generation) == ((2, 3), ((4,), (5,))), "not on those that the user named for others"
+    assert placed.models == {"": (6,), "reward": (0, 1), "reference": (7,)}
+    assert [placed.gpus(WorkerKind.SCORE, index, "reward") for index in range(3)] == [(0,), (1,), (0,)]
+    assert placed.gpus(WorkerKind.SCORE, 0, "advantages") == (), "which loads none"
+    assert placed.shares == {0: 0.45, 1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 5: 1.0, 6: 0.45, 7: 1.0}
+    assert fill(range(8), Bounds(), Bounds(), models=3) == (4, 1)
+
+
 def test_gpus_that_others_hold_are_left_alone():
     placed = place([3, 5, 6], Needs(ranks=1, workers=2))
     assert (placed.trainer, placed.generation, placed.idle) == ((3,), ((5,), (6,)), ())
@@ -93,7 +106,11 @@ def test_every_process_has_its_gpus_and_no_memory_is_promised_twice(ranks: int, 
     for num_gpus in range(1, 17):
         for workers in (0, 1, 3, 16):
             needs = Needs(
-                ranks=ranks, workers=workers, gpus_per_worker=each, references=int(ranks > 0), critics=int(ranks > 1)
+                ranks=ranks,
+                workers=workers,
+                gpus_per_worker=each,
+                models=MODELS if ranks else {},
+                critics=int(ranks > 1),
             )
             if ranks > num_gpus or (workers and each > num_gpus):
                 with pytest.raises(PlacementError, match=r"set (trainer.ranks|generation.gpus_per_worker)="):
@@ -108,7 +125,7 @@ def _check(num_gpus: int, needs: Needs) -> None:
     assert len({gpu for (gpu,) in ranked}) == needs.ranks, "NCCL takes one rank a GPU"
     serving = [placed.gpus(WorkerKind.GENERATE, index) for index in range(needs.workers)]
     assert all(len(set(gpus)) == needs.gpus_per_worker for gpus in serving)
-    everyone = [*ranked, *serving, *([placed.references] if needs.references else [])]
+    everyone = [*ranked, *serving, *placed.models.values()]
     everyone += [placed.critic] if needs.critics else []
     for gpu in range(num_gpus):
         shares = [placed.share(gpus) for gpus in everyone if gpu in gpus]
@@ -117,7 +134,7 @@ def _check(num_gpus: int, needs: Needs) -> None:
     if len({gpu for gpus in everyone for gpu in gpus}) == sum(map(len, everyone)):
         assert {placed.share(gpus) for gpus in everyone} <= {1.0}
     else:
-        asked = needs.ranks + needs.workers * needs.gpus_per_worker + needs.references + needs.critics
+        asked = needs.ranks + needs.workers * needs.gpus_per_worker + len(needs.models) + needs.critics
         assert asked > num_gpus, "there was room for all"
 
 
@@ -125,7 +142,7 @@ def _check(num_gpus: int, needs: Needs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "each", "references", "numbers"),
+    ("num_gpus", "each", "models", "numbers"),
     [
         (1, 1, 0, (1, 1)),
         (2, 1, 0, (1, 1)),
@@ -137,10 +154,8 @@ def _check(num_gpus: int, needs: Needs) -> None:
         (7, 1, 0, (2, 5)),
     ],
 )
-def test_the_trainer_gets_half_and_generation_the_rest(
-    num_gpus: int, each: int, references: int, numbers: tuple[int, int]
-):
-    assert fill(range(num_gpus), Bounds(), Bounds(), gpus_per_worker=each, references=references) == numbers
+def test_the_trainer_gets_half_and_generation_the_rest(num_gpus: int, each: int, models: int, numbers: tuple[int, int]):
+    assert fill(range(num_gpus), Bounds(), Bounds(), gpus_per_worker=each, models=models) == numbers
 
 
 def test_a_number_that_was_given_leaves_the_other_all_that_is_left():
@@ -173,14 +188,15 @@ def test_gpus_that_the_user_named_bound_both():
 
 
 @pytest.mark.parametrize("each", [1, 2, 4])
-@pytest.mark.parametrize("references", [0, 1])
-def test_no_gpu_is_idle_but_what_is_too_few_for_a_worker(each: int, references: int):
-    for num_gpus in range(each + 1 + references, 65):
-        ranks, workers = fill(range(num_gpus), Bounds(), Bounds(), gpus_per_worker=each, references=references)
-        idle = num_gpus - ranks - workers * each - references
+@pytest.mark.parametrize("models", [0, 1])
+def test_no_gpu_is_idle_but_what_is_too_few_for_a_worker(each: int, models: int):
+    for num_gpus in range(each + 1 + models, 65):
+        ranks, workers = fill(range(num_gpus), Bounds(), Bounds(), gpus_per_worker=each, models=models)
+        idle = num_gpus - ranks - workers * each - models
         assert 0 <= idle < each, f"{num_gpus} GPUs: {ranks} ranks, {workers} workers"
         placed = place(
-            range(num_gpus), Needs(ranks=ranks, workers=workers, gpus_per_worker=each, references=references)
+            range(num_gpus),
+            Needs(ranks=ranks, workers=workers, gpus_per_worker=each, models=MODELS if models else {}),
         )
         assert set(placed.shares.values()) == {1.0}
 

@@ -12,12 +12,16 @@ from transport.contracts.types import Struct
 
 
 class CollectJob(Struct, frozen=True, kw_only=True):
-    """model_dir: Hugging Face directory of the policy.  samples: answers to each prompt.  rewards: score them, too."""
+    """model_dir: Hugging Face directory of the policy.  samples: answers to each prompt.  rewards: score them, too.
+
+    answers: send what was written, too.
+    """
 
     settings: Settings
     model_dir: str
     samples: int
     rewards: bool
+    answers: bool = False
 
 
 class CollectPrompt(Struct, frozen=True, kw_only=True):
@@ -43,3 +47,17 @@ class CollectedPrompt(Struct, frozen=True, kw_only=True):
     output_tokens: list[int]
     rewards: list[float] = msgspec.field(default_factory=list[float])
     errors: list[str] = msgspec.field(default_factory=list[str])
+
+
+class CollectedAnswer(Struct, frozen=True, kw_only=True):
+    """response: its text.  reward: None where it could not be scored, or was not to be."""
+
+    response: str
+    reward: float | None = None
+
+
+class Collected(Struct, frozen=True, kw_only=True):
+    """A line of the worker. answers: asked for, and ended by themselves; they have a file of their own."""
+
+    line: CollectedPrompt
+    answers: list[CollectedAnswer]

@@ -60,7 +60,20 @@ FunctionName = Annotated[
 EnvironmentName = Annotated[
     str, Meta(pattern=r"^(|calculator|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='"calculator" or module:function')
 ]
+PartEnvironment = Annotated[
+    str,
+    Meta(
+        pattern=r"^(|none|calculator|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
+        description='"calculator", module:function, or "none"',
+    ),
+]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda or cuda:<n>")]
+ScoringDevice = Annotated[
+    str, Meta(pattern=r"^(|auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda, cuda:<n>, or empty")
+]
+ScoringTask = Annotated[
+    str, Meta(pattern=r"^(reward|reference|advantages)\Z", description='"reward", "reference" or "advantages"')
+]
 GpuNumbers = Annotated[
     str,
     Meta(pattern=r"^(auto|\d+(-\d+)?(,\d+(-\d+)?)*)\Z", description='"auto", or numbers of GPUs like 0,2-3'),
@@ -125,6 +138,9 @@ class DataPart(Section, frozen=True, kw_only=True, omit_defaults=True):
     answer_column: str = ""  # jsonl, hf: column handed to the reward; empty: data.answer_column
     min_reward: float | None = None  # only prompts whose mean reward in data.rewards is at least this; out: all
     max_reward: float | None = None  # only prompts whose mean reward in data.rewards is below this; out: all
+    environment: PartEnvironment = ""  # what its responses talk to; empty: environment.name; none: nothing, one turn
+    environment_params: dict[str, ParamValue] = {}  # of the environment that it names
+    advantage: Literal["", "group_std", "mean_only", "rloo"] = ""  # of its groups; empty: algorithm.advantage
 
 
 class DataSettings(Section, frozen=True, kw_only=True):
@@ -214,10 +230,22 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
         return max(1, self.min_workers) if self.workers == "auto" else self.workers
 
 
+class ScoringPool(Section, frozen=True, kw_only=True, omit_defaults=True):
+    """Scoring workers of a task of their own, beside the others; it is named by its table."""
+
+    workers: AtLeast1 = 1  # scoring workers that do this task alone
+    gpus: GpuNumbers = (
+        "auto"  # of `run`, where it loads a model, in turn; auto: one that is idle, else the first rank's
+    )
+
+
 class ScoringSettings(Section, frozen=True, kw_only=True):
     """Scoring workers."""
 
-    workers: AtLeast1 = 1  # scoring workers; each has one process that runs the reward
+    workers: AtLeast1 = 1  # scoring workers, which do all tasks that no pool does; each runs the reward in processes
+    pools: dict[ScoringTask, ScoringPool] = msgspec.field(
+        default_factory=dict[ScoringTask, ScoringPool]
+    )  # tasks on resources of their own, by name; docs/ppo.md
     timeout_s: Positive = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
     max_deliveries: AtLeast1 = 3  # attempts at one unit before it is dead-lettered
     lease_s: Positive = 15.0  # a unit whose lease was not renewed for so long goes to another worker
@@ -225,6 +253,8 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
         ""  # "module:function", or "code" (docs/code-rewards.md), also named on the worker; empty: the data's verifier
     )
     reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
+    reward_model: str = ""  # a model.path of a sequence classifier of one number, which is the reward; empty: none
+    device: ScoringDevice = ""  # of reward model and reference model; empty: trainer.device
     max_failed_share: Share = 0.5  # share of the last 32 groups: once rewards fail for so many, the run ends; 1: never
     executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
     jail: Literal["auto", "off"] = "auto"  # off: reward needs the network, a GPU or files of elsewhere
@@ -248,6 +278,7 @@ class EnvironmentSettings(Section, frozen=True, kw_only=True):
     timeout_s: Positive = 10.0  # for one call of it; what takes longer is ended and replayed
     max_replays: AtLeast0 = 2  # failures of one call of an episode before it is generated again
     processes: AtLeast1 = 2  # of each generation worker, which share its episodes; each answers one call at a time
+    executes_answers: bool = False  # it runs what a model wrote: each episode in a jail of its own, or it is refused
     jail: Literal["auto", "off"] = "auto"  # off: a module:function needs the network, a GPU or files of elsewhere
     variables: list[str] = msgspec.field(default_factory=list[str])  # names of variables that a module:function gets
 
@@ -624,6 +655,54 @@ class Settings(Section, frozen=True, kw_only=True):
     def has_critic(self) -> bool:
         """Whether a critic values every sample, and is trained beside the policy."""
         return self.algorithm.advantage == "gae" and self.trainer.engine != "none"
+
+    @property
+    def environments(self) -> dict[str, EnvironmentSettings]:
+        """What responses talk to, by the part of the data that their row is of ("": of none); parts of one turn are
+        not there."""
+
+        def of(part: DataPart) -> EnvironmentSettings:
+            if not part.environment:
+                return self.environment
+            name = "" if part.environment == "none" else part.environment
+            return msgspec.structs.replace(self.environment, name=name, params=part.environment_params)
+
+        every = {"": self.environment} | {name: of(part) for name, part in self.data.mix.items()}
+        return {name: environment for name, environment in every.items() if environment.name}
+
+    @property
+    def scoring_tasks(self) -> dict[str, bool]:
+        """What scoring workers do in this run, and whether a model is loaded for it."""
+        reference = {"reference": not self.algorithm.teacher_url} if self.algorithm.kl_coef > 0 else {}
+        return {"reward": bool(self.scoring.reward_model), **reference, "advantages": False}
+
+    @property
+    def scoring_device(self) -> str:
+        return self.scoring.device or self.trainer.device
+
+    @property
+    def scorers(self) -> dict[str, Scorers]:
+        """The run's scoring workers by their pool, in the order in which they are numbered; "": of no pool."""
+        pools, tasks = self.scoring.pools, self.scoring_tasks
+        left = tuple(task for task in tasks if task not in pools)
+        rest = {"": Scorers(workers=self.scoring.workers, tasks=left)} if left else {}
+        return rest | {name: Scorers(workers=pool.workers, tasks=(name,)) for name, pool in pools.items()}
+
+    def scorer(self, index: int) -> tuple[str, int]:
+        """The pool of a scoring worker, and its number there. Raises ValueError: there is none of this index."""
+        number = index
+        for name, pool in self.scorers.items():
+            if number < pool.workers:
+                return name, number
+            number -= pool.workers
+        raise ValueError(f"there is no scoring worker {index}")
+
+
+class Scorers(msgspec.Struct, frozen=True, kw_only=True):
+    """So many scoring workers, and what they do."""
+
+    workers: int
+    tasks: tuple[str, ...]
 
 
 def data_parts(data: DataSettings) -> dict[str, DataSettings]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,7 +160,7 @@ async def generation_worker(
         )
     log_path = run_dir / "logs" / f"{generation.engine}-{worker_id.partition('.')[0]}.log"
     engine = engine_of(settings, model_dir, log_path, trust_remote_code, server)
-    if settings.environment.name:
+    if settings.environments:
         engine = await with_environment(engine, settings, model_dir, environment, environment_path)
     if settings.endpoint.enabled:
         engine = await with_endpoint(broker, engine, settings, worker_id, model_dir, run_dir, secret)
@@ -201,14 +201,14 @@ async def generation_worker(
 async def with_environment(
     engine: GenerationEngine, settings: Settings, model_dir: Path, allowed: str, path: str
 ) -> GenerationEngine:
-    """The engine whose samples are episodes. allowed, path: see ``environment_setup``. Raises EnvironmentSetupError."""
+    """The engine whose samples are episodes. allowed, path: see ``Environments``. Raises EnvironmentSetupError."""
     from workers.environments.encoder import ObservationEncoder
     from workers.environments.engine import EpisodeEngine
-    from workers.environments.pool import EnvironmentPool, environment_setup
+    from workers.environments.pool import Environments
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
-    pool = EnvironmentPool(settings, environment_setup(settings, allowed, path))
+    pool = Environments(settings, allowed, path)
     encoder = await asyncio.to_thread(ObservationEncoder.of, model_dir, templated=settings.data.chat_template)
     return EpisodeEngine(engine, pool, encoder, settings.environment)
 
@@ -320,11 +320,13 @@ async def scoring_worker(
     functions_path: str = "",
     teacher_url: str = "",
     teacher_key: str = "",
+    tasks: Sequence[str] = (),
     secret: bytes,
 ) -> Worker:
     """A scoring worker that computes ``reward`` and ``advantage`` and nothing else, whatever the run's settings say.
 
     teacher_url, teacher_key: of the one server that it asks for a teacher's logprobs, and may tell its key.
+    tasks: that it does; () for all of the run.
     secret: shared with the run's storage units.
     """
     from workers.scoring.teacher import teacher_of
@@ -341,6 +343,7 @@ async def scoring_worker(
         allowed_advantage=advantage,
         functions_path=functions_path,
         teacher=teacher_of(settings, teacher_url, teacher_key, model_dir),
+        tasks=tasks,
         rows=open_rows(broker, settings, secret=secret),
     )
 

@@ -13,9 +13,9 @@ import shutil
 
 from transport.contracts.messages import TrialRows
 from transport.contracts.settings import SERVER_ENGINES, AlgorithmSettings, GenerationSettings, Settings
-from workers.environments.pool import EnvironmentPool, environment_setup
+from workers.environments.pool import Environments, own_environments, part_of
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, ModelError
-from workers.models import choose_device
+from workers.models import choose_device, try_chat_template
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
 from workers.user_functions.advantage import own_advantage
@@ -37,7 +37,11 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
     _try_functions(settings.algorithm, settings)
     if settings.scoring.reward:
         asyncio.run(_try_reward(settings, trial))
-    if settings.environment.name:
+    if settings.scoring.reward_model:
+        from workers.scoring.reward_model import reward_model_dir  # torch
+
+        try_chat_template(reward_model_dir(settings.scoring.reward_model))
+    if settings.environments:
         asyncio.run(_try_environment(settings, trial))
 
 
@@ -80,22 +84,25 @@ async def _try_reward(settings: Settings, trial: TrialRows) -> None:
 
 async def _try_environment(settings: Settings, trial: TrialRows) -> None:
     """It may fail to begin on a hard row; one that fails on all of ``trial`` would fail throughout the run."""
-    environment = settings.environment
-    pool = EnvironmentPool(settings, environment_setup(settings, environment.name, environment.path))
-    failures: list[str] = []
+    pool = Environments(settings, own_environments(settings), settings.environment.path)
+    failures: dict[str, list[str]] = {}
+    begun: set[str] = set()
     try:
         await pool.start()
         for row in trial.rows:
+            part, episode = part_of(row.entry.encode()), pool.open(row.entry.encode())
             try:
-                await pool.open().reset(row.prompt, row.entry.encode())
+                await episode.reset(row.prompt, row.entry.encode())
             except EnvironmentFailedError as error:
-                failures.append(str(error))
+                failures.setdefault(part, []).append(str(error))
             else:
-                return
+                begun.add(part)
+            finally:
+                episode.close()
     finally:
         await pool.close()
-    if failures:
+    for part in failures.keys() - begun:
         raise EnvironmentSetupError(
-            f"environment {environment.name!r} was tried on {len(failures)} rows of the data and began none: "
-            f"{failures[0]}"
+            f"environment {settings.environments[part].name!r} was tried on {len(failures[part])} rows of "
+            f"{f'data.mix.{part}' if part else 'the data'} and began none: {failures[part][0]}"
         )

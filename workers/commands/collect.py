@@ -1,7 +1,7 @@
 """``streamrl-worker collect``: answers of the policy alone to a set of prompts, as lengths and rewards.
 
     stdin    line 1 CollectJob; then a CollectPrompt a line
-    stdout   a CollectedPrompt a line, each the moment all of its answers are scored
+    stdout   a Collected a line, each the moment all of its answers are scored
 
 Started by ``streamrl-orchestrator collect``. Nothing is trained, and there is no broker. Invariant: every prompt comes
 out once; an answer whose reward fails has no reward and says why, never a zero.
@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
-from transport.contracts.types import GroupId
+from transport.contracts.collection import Collected, CollectedAnswer, CollectedPrompt, CollectJob, CollectPrompt
+from transport.contracts.types import FinishReason, GroupId
 from workers.commands.build import ServerChoice, engine_of, with_environment
+from workers.environments.pool import own_environments
 from workers.errors import EvaluationError, RewardError
 from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest, serving
 from workers.models import Detokenize, load_detokenizer, stop_token_ids
-from workers.scoring.code import CodePool
-from workers.scoring.reward_pool import RewardPool, open_pool
-from workers.scoring.rewards import reward_spec
+from workers.scoring.reward_pool import open_pool
+from workers.scoring.rewards import RewardSource, reward_spec
 
 REWARD_PROCESSES = 2
 QUEUED_FACTOR = 2
@@ -41,21 +41,24 @@ class _Open:
     lengths: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
     errors: list[str] = field(default_factory=list[str])
+    answers: list[CollectedAnswer] = field(default_factory=list[CollectedAnswer])
     pending: int = 0
 
 
 async def collect(
     job: CollectJob,
     prompts: Sequence[CollectPrompt],
-    write: Callable[[CollectedPrompt], None],
+    write: Callable[[Collected], None],
     server: ServerChoice,
     log_path: Path,
 ) -> None:
     """Raises ModelError, RewardSetupError; EvaluationError naming a prompt that the engine cannot answer."""
     settings, directory = job.settings, Path(job.model_dir)
     engine = engine_of(settings, directory, log_path, settings.model.trust_remote_code, server)
-    if name := settings.environment.name:  # the settings are those of the one who called: no run's
-        engine = await with_environment(engine, settings, directory, name, settings.environment.path)
+    if settings.environments:  # the settings are those of the one who called: no run's
+        engine = await with_environment(
+            engine, settings, directory, own_environments(settings), settings.environment.path
+        )
     async with AsyncExitStack() as stack:
         pool = None
         if job.rewards:
@@ -72,10 +75,10 @@ class _Collection:
         self,
         job: CollectJob,
         engine: GenerationEngine,
-        pool: RewardPool | CodePool | None,
+        pool: RewardSource | None,
         detokenize: Detokenize,
         stops: tuple[int, ...],
-        write: Callable[[CollectedPrompt], None],
+        write: Callable[[Collected], None],
     ) -> None:
         self._job = job
         self._engine = engine
@@ -124,7 +127,7 @@ class _Collection:
                     raise EvaluationError(f"prompt {one.prompt.id} cannot be answered: {result.reason}")
                 group.create_task(self._finish(result, one), name=f"score {one.prompt.id}")
 
-    async def _reward(self, pool: RewardPool | CodePool, completion: Completion, prompt: CollectPrompt) -> float:
+    async def _reward(self, pool: RewardSource, completion: Completion, prompt: CollectPrompt) -> float:
         """The environment's, where it gave one. Raises RewardError."""
         if completion.reward is not None:
             return completion.reward
@@ -133,22 +136,26 @@ class _Collection:
 
     async def _finish(self, completion: Completion, one: _Open) -> None:
         one.lengths.append(len(completion.response_ids))
+        reward: float | None = None
         if self._pool is not None:
             try:
-                one.rewards.append(await self._reward(self._pool, completion, one.prompt))
+                reward = await self._reward(self._pool, completion, one.prompt)
+                one.rewards.append(reward)
             except RewardError as error:
                 one.errors.append(str(error))
+        if self._job.answers and completion.finish_reason is FinishReason.STOP:  # a cut one is no example
+            response = self._detokenize(completion.policy_ids)
+            one.answers.append(CollectedAnswer(response=response, reward=reward))
         one.pending -= 1
         if not one.pending:
             del self._open[completion.group_id]
             self._ended.set()
-            self._write(
-                CollectedPrompt(
-                    id=one.prompt.id,
-                    prompt=one.prompt.question,
-                    model=self._job.settings.model.path,
-                    output_tokens=one.lengths,
-                    rewards=one.rewards,
-                    errors=one.errors,
-                )
+            line = CollectedPrompt(
+                id=one.prompt.id,
+                prompt=one.prompt.question,
+                model=self._job.settings.model.path,
+                output_tokens=one.lengths,
+                rewards=one.rewards,
+                errors=one.errors,
             )
+            self._write(Collected(line=line, answers=one.answers))

@@ -163,7 +163,7 @@ async def _evaluate(
     from workers.generation.embedded.engine import EmbeddedEngine  # and torch: what is wrong is said before
 
     engine: GenerationEngine = EmbeddedEngine(settings.generation, directory, MonotonicClock())
-    if settings.environment.name:
+    if settings.environments:
         engine = await with_environment(engine, settings, directory, ask.environment, ask.environment_path)
     stops = stop_token_ids(directory)
     async with serving(engine):

@@ -44,7 +44,7 @@ from transport.rows.columns import RowStore, encode_array
 from transport.tensors.base import host_id
 from workers.leases.announce import StepAnnouncer
 from workers.leases.lifecycle import Activity
-from workers.scoring.tasks import Passes, Unit, read_sample
+from workers.scoring.tasks import Unit, read_sample, sample_passes
 from workers.scoring.worker import TaskConsumer
 from workers.trainer.learner import EmulatedLearner, Learner, PromptGroup
 from workers.trainer.worker import TrainerWorker, saved_event
@@ -204,7 +204,7 @@ class ValuesTask:
     ) -> None:
         self._rows = rows
         self._worker_id = worker_id
-        self._passes = Passes(value)
+        self._passes = sample_passes(value)
         self._until = until
         self._max_lag = max_lag
 
@@ -222,7 +222,7 @@ class ValuesTask:
                 WeightIdentity(epoch=0, version=0),
             )
         else:
-            values, weights = await self._passes.take(row_id, group)
+            values, weights = await self._passes.take(group)
         faults.point("critic.valued")
         columns = {
             Column.VALUES: encode_array(Column.VALUES, values),

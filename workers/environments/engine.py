@@ -35,7 +35,7 @@ from transport.contracts.types import (
 from transport.errors import first_error
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.environment import TOOL, Message, Observed
-from workers.environments.pool import EnvironmentPool, EpisodeLink
+from workers.environments.pool import Environments, EpisodeLink, OneTurn
 from workers.environments.transcript import LATER_TURN_PRIORITY, Transcript, turn_seed
 from workers.errors import EnvironmentFailedError, ModelError
 from workers.generation.engine import (
@@ -71,7 +71,7 @@ class Episode(Transcript):
 
     request: GenerationRequest
     sample: int
-    link: EpisodeLink
+    link: EpisodeLink | OneTurn
     reward: float | None = None
     waits: bool = True
     stopped: bool = False
@@ -100,7 +100,7 @@ class EpisodeEngine:
     def __init__(
         self,
         inner: GenerationEngine,
-        pool: EnvironmentPool,
+        pool: Environments,
         encoder: ObservationEncoder,
         settings: EnvironmentSettings,
     ) -> None:
@@ -139,7 +139,9 @@ class EpisodeEngine:
         if reason := request.why_impossible(max_context=self._info.max_context, vocab_size=2**31):
             self._results.put(request.failure(request.samples, reason, retryable=False))
             return
-        opened = [Episode(request=request, sample=sample, link=self._pool.open()) for sample in request.samples]
+        opened = [
+            Episode(request=request, sample=sample, link=self._pool.open(request.entry)) for sample in request.samples
+        ]
         self._episodes.update((episode.key, episode) for episode in opened)
         self._begin(self._reset(request, opened), f"reset {request.group_id}")
 

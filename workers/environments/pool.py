@@ -4,7 +4,8 @@
                                   │ it crashed, hung, raised or answered garbage
                                   └─► the journal is replayed in a new process or environment; then the call again
 
-A child that dies takes the state of all its episodes with it; each of them is replayed when it is next asked.
+A child that dies takes the state of all its episodes with it; each of them is replayed when it is next asked. Where an
+environment executes what a model wrote, each episode has a child of its own in a jail of its own, which ends with it.
 
 Owns: the children, the journal of every open episode. Never: tokens, what becomes of an episode that fails (engine.py).
 Invariant: an answer follows from a reset and steps that were all answered in one life of one environment, as the
@@ -15,14 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import structlog
 
-from transport.contracts.settings import Settings
+from transport.contracts.settings import EnvironmentSettings, Settings
 from transport.process.programs import python_module
 from transport.process.secret import own_directories
 from workers.environments.environment import BUILT_IN, Answer, Failed, Observed, Ready, Reset, Setup, Step
@@ -39,6 +40,8 @@ STARTS = 3
 """Of the first child: one that ends before it is ready may have been hit by what ends processes at random."""
 MEMORY_BYTES = 4 * 1024**3
 """Address space of a child."""
+EPISODE_MEMORY_BYTES = 1024**3
+"""Of a child with one episode, of which there are as many as samples in work."""
 COMMAND = python_module("workers.environments.environment")
 
 _decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(cast("type[Answer]", Answer))
@@ -47,21 +50,21 @@ _decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(cast("type[A
 OPTIONS = ("--environment", "--environment-path")
 
 
-def environment_setup(settings: Settings, allowed: str, path: str) -> Setup:
-    """The run's environment, if this worker may run it. jailed: not known yet.
+def environment_setup(environment: EnvironmentSettings, allowed: str, path: str) -> Setup:
+    """One of the run's environments, if this worker may run it. jailed: not known yet.
 
     Args:   allowed, path: "module:function" and its directory from the worker's own command line; "" allows what is
             built in.
     Raises: EnvironmentSetupError: the run's setting names another function. A setting alone never imports code.
     """
-    wanted = settings.environment.name
+    wanted = environment.name
     check_allowed("environment", wanted, allowed, OPTIONS, EnvironmentSetupError)
     return Setup(
         name=wanted,
         path=str(Path(path).resolve()) if path else "",
-        params=settings.environment.params,
-        timeout_s=settings.environment.timeout_s,
-        memory_bytes=MEMORY_BYTES,
+        params=environment.params,
+        timeout_s=environment.timeout_s,
+        memory_bytes=EPISODE_MEMORY_BYTES if environment.executes_answers else MEMORY_BYTES,
         jailed=False,
     )
 
@@ -71,14 +74,19 @@ class _CallFailedError(Exception):
 
 
 class EnvironmentChild(ChildProcess):
-    """One child and the episodes in it. life: counts its starts, so that an episode knows whether it is still there."""
+    """One child and the episodes in it. life: counts its starts, so that an episode knows whether it is still there.
 
-    def __init__(self, setup: Setup, jail: Jail | None, variables: Sequence[str]) -> None:
+    calling: held during a call; by default one of this child.
+    """
+
+    def __init__(
+        self, setup: Setup, jail: Jail | None, variables: Sequence[str], calling: asyncio.Semaphore | None = None
+    ) -> None:
         super().__init__(jail)
         self._setup = setup
         self._variables = tuple(variables)
         self.life = 0
-        self.calling = asyncio.Lock()
+        self.calling = calling or asyncio.Lock()
         self.over: list[int] = []
         """Episodes that it may forget."""
 
@@ -135,13 +143,22 @@ class EnvironmentChild(ChildProcess):
 class EpisodeLink:
     """The environment of one episode, wherever it lives now. Its calls come one after another.
 
-    journal: what was asked and answered so far, in order.
+    ended: hears of its end, where its child is its own.  journal: what was asked and answered so far, in order.
     """
 
-    def __init__(self, child: EnvironmentChild, number: int, *, max_replays: int) -> None:
+    def __init__(
+        self,
+        child: EnvironmentChild,
+        number: int,
+        *,
+        max_replays: int,
+        ended: Callable[[EnvironmentChild], None] | None = None,
+    ) -> None:
         self._child = child
         self._number = number
         self._max_replays = max_replays
+        self._ended = ended
+        self._is_over = False
         self._life = 0  # of the child that has it; 0: none
         self.journal: list[tuple[Reset | Step, Observed]] = []
         self.replays = 0
@@ -155,13 +172,25 @@ class EpisodeLink:
         return await self._ask(Step(number=self._number, text=text, tokens=tuple(tokens)))
 
     def close(self) -> None:
-        """It is not asked any more."""
+        """It is not asked any more; a call that is under way has no answer."""
+        self._is_over = True
         self._child.over.append(self._number)
+        if self._ended is not None:
+            self._ended(self._child)
 
     async def _ask(self, request: Reset | Step) -> Observed:
+        try:
+            return await self._answer(request)
+        finally:
+            if self._is_over and self._ended is not None:  # its child may have started since
+                await self._child.kill()
+
+    async def _answer(self, request: Reset | Step) -> Observed:
         reason = ""
         for attempt in range(self._max_replays + 1):
             async with self._child.calling:
+                if self._is_over:
+                    raise EnvironmentFailedError("the episode was ended in the middle of a call")
                 try:
                     answer = await self._try(request)
                 except _CallFailedError as error:
@@ -200,21 +229,23 @@ class EpisodeLink:
 
 
 class EnvironmentPool:
-    """The children of a worker. Episodes are spread over them."""
+    """The children of one environment in a worker. Episodes are spread over them."""
 
-    def __init__(self, settings: Settings, setup: Setup) -> None:
-        self._settings = settings.environment
+    def __init__(self, settings: Settings, environment: EnvironmentSettings, setup: Setup) -> None:
+        self._settings = environment
         self._setup = setup
         self._hidden = (Path(settings.run.dir).resolve(), *own_directories())
         self._children: list[EnvironmentChild] = []
+        self._jail: Jail | None = None
+        self._calling = asyncio.Semaphore(self._settings.processes)
+        self._leaving: set[asyncio.Task[int | None]] = set()
         self._numbers = itertools.count(1)
 
     async def start(self) -> None:
         """Start the first child; others start when needed. Raises EnvironmentSetupError."""
-        jail = await self._find_jail()
-        setup = msgspec.structs.replace(self._setup, jailed=jail is not None)
-        variables = () if self._setup.name in BUILT_IN else self._settings.variables
-        self._children = [EnvironmentChild(setup, jail, variables) for _ in range(self._settings.processes)]
+        self._jail = await self._find_jail()
+        number = 1 if self._settings.executes_answers else self._settings.processes
+        self._children = [self._child() for _ in range(number)]
         for attempt in range(1, STARTS + 1):
             try:
                 await self._children[0].start()
@@ -223,8 +254,18 @@ class EnvironmentPool:
                     raise EnvironmentSetupError(f"{error}, {STARTS} times") from error
             else:
                 break
+        if self._settings.executes_answers:  # it was tried, and no episode is to have it
+            await self._children.pop().kill()
+
+    def _child(self) -> EnvironmentChild:
+        setup = msgspec.structs.replace(self._setup, jailed=self._jail is not None)
+        variables = () if self._setup.name in BUILT_IN else self._settings.variables
+        return EnvironmentChild(
+            setup, self._jail, variables, self._calling if self._settings.executes_answers else None
+        )
 
     async def _find_jail(self) -> Jail | None:
+        """Raises EnvironmentSetupError: there is none, and what a model wrote would run."""
         readable = (Path(self._setup.path),) if self._setup.path else ()
         jail = Jail(readable=readable, hidden=self._hidden)
         reason = 'environment.jail is "off"'
@@ -232,14 +273,29 @@ class EnvironmentPool:
             reason = await jail.why_not(COMMAND, child_environment(self._settings.variables))
         if not reason:
             return jail
+        if self._settings.executes_answers:
+            raise EnvironmentSetupError(
+                f"environment {self._setup.name!r} executes what a model wrote (environment.executes_answers), and "
+                f"there is no jail for it here: {reason}"
+            )
         log.warning("environments run without a jail: limits and a clean environment only", reason=reason)
         return None
 
     def open(self) -> EpisodeLink:
         """The environment of a new episode; ``close`` it at its end."""
-        number = next(self._numbers)
-        child = self._children[number % len(self._children)]
-        return EpisodeLink(child, number, max_replays=self._settings.max_replays)
+        number, replays = next(self._numbers), self._settings.max_replays
+        if not self._settings.executes_answers:
+            return EpisodeLink(self._children[number % len(self._children)], number, max_replays=replays)
+        child = self._child()
+        self._children.append(child)
+        return EpisodeLink(child, number, max_replays=replays, ended=self._dismiss)
+
+    def _dismiss(self, child: EnvironmentChild) -> None:
+        """End the child of an episode that is over; ``close`` waits for it."""
+        self._children.remove(child)
+        leaving = asyncio.create_task(child.kill(), name="end of an environment")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
 
     @property
     def busy(self) -> bool:
@@ -253,3 +309,68 @@ class EnvironmentPool:
     async def close(self) -> None:
         for child in self._children:
             await child.kill()
+        await asyncio.gather(*self._leaving)
+
+
+class OneTurn:
+    """A link of a response that talks to nobody."""
+
+    async def reset(self, prompt: str, entry: bytes) -> Observed:
+        return Observed()
+
+    async def step(self, text: str, tokens: Sequence[int]) -> Observed:
+        return Observed(done=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _EntryOfPart(msgspec.Struct, frozen=True, kw_only=True):
+    part: str = ""
+
+
+def part_of(entry: bytes) -> str:
+    """The part of ``[data.mix]`` that a row is of, "" where it names none."""
+    return msgspec.json.decode(entry or b"{}", type=_EntryOfPart).part
+
+
+def own_environments(settings: Settings) -> str:
+    """As the command line of a worker allows them all: for one whose settings are its user's own."""
+    return ",".join(sorted({one.name for one in settings.environments.values() if ":" in one.name}))
+
+
+class Environments:
+    """All environments of a run, each for the rows of its part of ``[data.mix]``."""
+
+    def __init__(self, settings: Settings, allowed: str, path: str) -> None:
+        """allowed, path: see ``environment_setup``, several with commas between them. Raises EnvironmentSetupError."""
+        wanted, granted = settings.environments, {*filter(None, allowed.split(","))}
+        names = {environment.name for environment in wanted.values()}
+        if unused := sorted(granted - names):
+            raise EnvironmentSetupError(
+                f"the run uses the environment {', '.join(sorted(names))!r}; drop --environment {unused[0]}"
+            )
+        self._pools: dict[str, EnvironmentPool] = {}
+        made: list[tuple[EnvironmentSettings, EnvironmentPool]] = []
+        for part, environment in wanted.items():
+            same = next((pool for known, pool in made if known == environment), None)
+            if same is None:
+                own = environment.name if environment.name in granted else ""
+                same = EnvironmentPool(settings, environment, environment_setup(environment, own, path))
+                made.append((environment, same))
+            self._pools[part] = same
+        self._distinct = [pool for _, pool in made]
+
+    async def start(self) -> None:
+        """Raises EnvironmentSetupError."""
+        for pool in self._distinct:
+            await pool.start()
+
+    def open(self, entry: bytes) -> EpisodeLink | OneTurn:
+        """What a new episode talks to. entry: of its row, which names its part."""
+        pool = self._pools.get(part_of(entry))
+        return OneTurn() if pool is None else pool.open()
+
+    async def close(self) -> None:
+        for pool in self._distinct:
+            await pool.close()

@@ -437,7 +437,7 @@ class GenerationWorker:
     async def _start(self, accepted: Sequence[HeldPlan]) -> None:
         """Read the prompts and submit; a plan that cannot start fails or ends here."""
         wanted = [Column.PROMPT_IDS, *([] if self._given is None else [Column.TASK_ENTRY])]
-        if self._settings.environment.name or self._settings.endpoint.enabled:
+        if self._settings.environments or self._settings.endpoint.enabled:
             wanted = [Column.PROMPT_IDS, Column.PROMPT_TEXT, Column.TASK_ENTRY]
         columns = await self._rows.read_groups([held.plan.group_id for held in accepted], wanted)
         written: list[Result] = []

@@ -35,6 +35,7 @@ from workers.scoring.rewards import (
     Failed,
     Ready,
     Reward,
+    RewardSource,
     RewardSpec,
     Sample,
     Scored,
@@ -261,9 +262,13 @@ class RewardPool:
             await child.kill()
 
 
-def open_pool(settings: Settings, spec: RewardSpec, *, processes: int) -> RewardPool | CodePool:
+def open_pool(settings: Settings, spec: RewardSpec, *, processes: int) -> RewardSource:
     """As the run says. A reward that this machine's owner did not write is jailed whatever the run says."""
     scoring = settings.scoring
+    if scoring.reward_model:
+        from workers.scoring.reward_model import RewardModelPool  # torch: only where it is needed
+
+        return RewardModelPool(settings)
     if spec.function == CODE_REWARD:
         return CodePool(timeout_s=scoring.timeout_s, well_formed_reward=scoring.well_formed_reward, processes=processes)
     return RewardPool(

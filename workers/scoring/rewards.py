@@ -28,7 +28,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import msgspec
 
@@ -74,6 +74,26 @@ class Reward(Struct, frozen=True, kw_only=True):
 
     value: float
     components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+
+
+class RewardSource(Protocol):
+    """What a run has its rewards of: processes of a function, jails of answers, or a model. ``close`` comes last.
+
+    failures: calls that ended with an error.  jailed: whether it runs in a jail.
+    """
+
+    failures: int
+    jailed: bool
+
+    async def start(self, trial: Sequence[Sample] = ()) -> None:
+        """Raises RewardSetupError: there is none here, or it computes nothing for any of ``trial``; ModelError."""
+        ...
+
+    async def score(self, prompt: str, response: str, entry: bytes) -> Reward:
+        """entry: the column TASK_ENTRY. Raises RewardError."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 Scorer = Callable[[str, str, Entry], Reward]

@@ -8,6 +8,7 @@ GroupScored is appended with the insert of the group's advantages, hence exactly
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +28,11 @@ from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
 from workers.algorithms.advantage import has_signal, overlong_penalty
 from workers.models import Detokenize
-from workers.scoring.code import CodePool
-from workers.scoring.reward_pool import RewardPool
-from workers.scoring.rewards import Reward
+from workers.scoring.rewards import Reward, RewardSource
 from workers.trainer.learner import PromptGroup, TrainingSample
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,7 @@ class RewardTask:
     One whose environment gave a reward has that one.
     """
 
-    def __init__(
-        self, rows: RowStore, worker_id: WorkerId, pool: RewardPool | CodePool, detokenize: Detokenize
-    ) -> None:
+    def __init__(self, rows: RowStore, worker_id: WorkerId, pool: RewardSource, detokenize: Detokenize) -> None:
         self._rows = rows
         self._worker_id = worker_id
         self._pool = pool
@@ -104,8 +102,13 @@ class _EntryOfPart(msgspec.Struct, frozen=True, kw_only=True):
     part: str = ""
 
 
+Estimate = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+"""[G] rewards of a group -> [G] advantages."""
+
+
 class AdvantageTask:
-    """estimate: advantages of a group's rewards; None: those of tokens follow from a critic's values.
+    """estimate: advantages of a group's rewards, of_parts: of groups of a part that has its own; None: those of tokens
+    follow from a critic's values.
 
     max_group_size: samples that a group can have.  max_tokens: that a response can have.
     mixed: prompts are of parts, which their entries name.
@@ -116,11 +119,12 @@ class AdvantageTask:
         rows: RowStore,
         worker_id: WorkerId,
         algorithm: AlgorithmSettings,
-        estimate: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None,
+        estimate: Estimate | None,
         *,
         max_group_size: int,
         max_tokens: int,
         mixed: bool = False,
+        of_parts: Mapping[str, Estimate] | None = None,
     ) -> None:
         self._rows = rows
         self._worker_id = worker_id
@@ -129,6 +133,7 @@ class AdvantageTask:
         self._max_group_size = max_group_size
         self._max_tokens = max_tokens
         self._mixed = mixed
+        self._of_parts = of_parts or {}
         of_critic = (Column.VALUES, Column.VALUE_WEIGHTS, Column.LOSS_MASK) if algorithm.advantage == "gae" else ()
         self._columns = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO, *of_critic)
 
@@ -148,12 +153,13 @@ class AdvantageTask:
             share=self._algorithm.overlong_share,
             penalty=self._algorithm.overlong_penalty,
         )
-        found = self._advantages(shaped, [*rows.values()])
+        estimate = self._of_parts.get(part, self._estimate)
+        found = self._advantages(shaped, [*rows.values()], estimate)
         scored = GroupScored(
             group_id=unit.group_id,
             rewards=tuple(rewards),
             response_tokens=tuple(info.response_tokens for info in infos),
-            signal=self._has_signal(shaped, found),
+            signal=self._has_signal(shaped, found, own=part not in self._of_parts and ":" in self._algorithm.advantage),
             components=_mean_components([*rows.values()]),
             value_versions=_value_versions([*rows.values()]),
             environment_tokens=sum(info.environment_tokens for info in infos),
@@ -179,18 +185,20 @@ class AdvantageTask:
             raise MessageError(f"the entry of a group of [data.mix] names no part: {error}") from error
 
     def _advantages(
-        self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]]
+        self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]], estimate: Estimate | None
     ) -> list[dict[Column, NDArray[np.float32]]]:
         """What is written of each row. rewards: [G] of them."""
-        if self._estimate is not None:
-            advantages = self._estimate(rewards)
+        if estimate is not None:
+            advantages = estimate(rewards)
             return [{Column.ADVANTAGE: advantages[index : index + 1]} for index in range(len(rows))]
         gamma, lam = self._algorithm.gamma, self._algorithm.gae_lambda
         return [_token_advantages(float(reward), row, gamma, lam) for reward, row in zip(rewards, rows, strict=True)]
 
-    def _has_signal(self, rewards: NDArray[np.float32], found: Sequence[Mapping[Column, NDArray[np.float32]]]) -> bool:
-        """Whether the group is worth training. found: its advantages."""
-        if ":" in self._algorithm.advantage:
+    def _has_signal(
+        self, rewards: NDArray[np.float32], found: Sequence[Mapping[Column, NDArray[np.float32]]], *, own: bool
+    ) -> bool:
+        """Whether the group is worth training. found: its advantages.  own: an estimator of the user's gave them."""
+        if own:
             return any(bool(columns[Column.ADVANTAGE].any()) for columns in found)
         return self._estimate is None or has_signal(rewards)
 
@@ -256,7 +264,8 @@ class ReferenceTask:
         logprobs: Callable[[Sequence[PromptGroup]], Mapping[RowId, NDArray[np.float32]]],
     ) -> RowLogprobs:
         """By a model of this process. logprobs: those of some groups' rows; called on one thread at a time."""
-        return Passes(partial(asyncio.to_thread, logprobs)).take
+        passes = sample_passes(partial(asyncio.to_thread, logprobs))
+        return lambda _, group: passes.take(group)
 
     async def __call__(self, unit: Unit) -> Commit:
         """Reference logprobs of one row. Raises MessageError for columns that do not decode; RewardError."""
@@ -283,31 +292,47 @@ async def read_sample(rows: RowStore, unit: Unit, worker_id: WorkerId) -> Prompt
     return PromptGroup(group_id=unit.group_id, prompt_ids=prompt_ids, samples=[sample])
 
 
-class Passes(Generic[T]):
-    """Has samples computed together: what arrives during one pass of a model is the next pass.
+class Passes(Generic[Item, T]):
+    """Has items computed together: what arrives during one pass of a model is the next pass.
 
-    compute: of some groups' rows, a result each; one call at a time.
+    compute: a result of each item, in their order; one call at a time.
     """
 
-    def __init__(self, compute: Callable[[Sequence[PromptGroup]], Awaitable[Mapping[RowId, T]]]) -> None:
+    def __init__(self, compute: Callable[[Sequence[Item]], Awaitable[Sequence[T]]]) -> None:
         self._compute = compute
         self._computing = asyncio.Lock()
-        self._waiting: dict[RowId, PromptGroup] = {}
-        self._computed: dict[RowId, T] = {}
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Item] = {}
+        self._computed: dict[int, T] = {}
 
-    async def take(self, row_id: RowId, group: PromptGroup) -> T:
-        """The result of a row. group: it with its prompt."""
-        self._waiting[row_id] = group
+    async def take(self, item: Item) -> T:
+        """Its result. Raises what ``compute`` raised of a pass that it was in."""
+        number = next(self._numbers)
+        self._waiting[number] = item
         try:
             async with self._computing:
-                if row_id not in self._computed:
-                    by_id: dict[GroupId, PromptGroup] = {}
-                    for one in self._waiting.values():
-                        before = by_id[one.group_id].samples if one.group_id in by_id else ()
-                        by_id[one.group_id] = replace(one, samples=[*before, *one.samples])
-                    self._computed.update(await self._compute(list(by_id.values())))
-                    self._waiting = {name: new for name, new in self._waiting.items() if name not in self._computed}
-                return self._computed[row_id]
+                if number not in self._computed:
+                    taken = dict(self._waiting)
+                    self._computed.update(zip(taken, await self._compute([*taken.values()]), strict=True))
+                    self._waiting = {name: new for name, new in self._waiting.items() if name not in taken}
+                return self._computed[number]
         finally:
-            self._waiting.pop(row_id, None)
-            self._computed.pop(row_id, None)
+            self._waiting.pop(number, None)
+            self._computed.pop(number, None)
+
+
+def sample_passes(
+    compute: Callable[[Sequence[PromptGroup]], Awaitable[Mapping[RowId, T]]],
+) -> Passes[PromptGroup, T]:
+    """Of items that are one sample with its prompt each. compute: of some groups' rows, a result each."""
+
+    async def together(samples: Sequence[PromptGroup]) -> list[T]:
+        by_id: dict[GroupId, PromptGroup] = {}
+        for one in samples:
+            before = by_id[one.group_id].samples if one.group_id in by_id else ()
+            new = [row for row in one.samples if row.row_id not in {known.row_id for known in before}]
+            by_id[one.group_id] = replace(one, samples=[*before, *new])
+        found = await compute(list(by_id.values()))
+        return [found[one.samples[0].row_id] for one in samples]
+
+    return Passes(together)

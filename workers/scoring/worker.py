@@ -38,10 +38,10 @@ from transport.rows.columns import RowStore
 from workers.algorithms.advantage import estimator
 from workers.errors import ModelError, RewardError, RewardTimeoutError
 from workers.leases.lifecycle import Activity, BusyMeter, Leases
-from workers.models import Detokenize, load_detokenizer, model_cache, prepare_model
+from workers.models import load_detokenizer, model_cache, prepare_model
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
-from workers.scoring.tasks import AdvantageTask, Handle, ReferenceTask, RewardTask, Unit
+from workers.scoring.tasks import AdvantageTask, Handle, ReferenceTask, RewardTask, RowLogprobs, Unit
 from workers.scoring.teacher import Teacher
 from workers.user_functions.advantage import own_advantage
 
@@ -59,9 +59,10 @@ class ScoringWorker:
     """Scores until cancelled.
 
     model_dir: tokenizer, and the reference model where there is one.  allowed_reward: "module:function" named on this
-    worker's own command line, and allowed_advantage.  teacher: the server that has the reference model.  rows: where
-    columns live; the broker's own hashes by default.
-    Raises (constructor): RewardSetupError, AlgorithmError: the run's is another than the allowed one, or is none.
+    worker's own command line, and allowed_advantage.  teacher: the server that has the reference model.  tasks: that it
+    does, all of the run by default.  rows: where columns live; the broker's own hashes by default.
+    Raises (constructor): RewardSetupError, AlgorithmError: the run's is another than the allowed one, or is none;
+    ModelError: the run has no such task.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ScoringWorker:
         allowed_advantage: str = "",
         functions_path: str = "",
         teacher: Teacher | None = None,
+        tasks: Collection[str] = (),
         rows: RowStore | None = None,
     ) -> None:
         self._broker = broker
@@ -86,21 +88,22 @@ class ScoringWorker:
         self._model_dir = model_dir
         self._clock = clock
         self._meter = BusyMeter(clock)
+        self._tasks = frozenset(tasks or settings.scoring_tasks)
+        if unknown := sorted(self._tasks - settings.scoring_tasks.keys()):
+            has = ", ".join(settings.scoring_tasks)
+            raise ModelError(f"--tasks: run {settings.run.name!r} has no task {unknown[0]!r}; it has {has}")
         spec = reward_spec(settings, allowed_reward, reward_path)
         own = own_advantage(settings.algorithm.advantage, allowed_advantage, functions_path)
         by_critic = settings.has_critic
         self._estimate = None if by_critic else own or estimator(settings.algorithm.advantage)
-        self._pool = open_pool(settings, spec, processes=REWARD_PROCESSES)
+        self._pool = open_pool(settings, spec, processes=REWARD_PROCESSES) if "reward" in self._tasks else None
         self._teacher = teacher
         self._consumers: dict[str, TaskConsumer] = {}
 
     async def run(self) -> None:
         """Score until cancelled. Raises RewardSetupError, ModelError; the broker's errors when it stays away."""
         try:
-            _, detokenize = await asyncio.gather(
-                self._pool.start(await self._trial()), asyncio.to_thread(load_detokenizer, self._model_dir)
-            )
-            await self._broker.put_meta(keys.TRIED, self._settings.scoring.reward.encode())
+            handles = await self._handles()
             self._consumers = {
                 task: TaskConsumer(
                     self._broker,
@@ -114,7 +117,7 @@ class ScoringWorker:
                     max_attempts=self._settings.scoring.max_deliveries,
                     at_once=AT_ONCE,
                 )
-                for task, handle in (await self._tasks(detokenize)).items()
+                for task, handle in handles.items()
             }
             async with asyncio.TaskGroup() as group:
                 for task, consumer in self._consumers.items():
@@ -122,7 +125,8 @@ class ScoringWorker:
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
-            await self._pool.close()
+            if self._pool is not None:
+                await self._pool.close()
             if self._teacher is not None:
                 await self._teacher.close()
 
@@ -134,11 +138,17 @@ class ScoringWorker:
         rows = MessageDecoder(TrialRows).decode(raw).rows if raw is not None else []
         return [Sample(prompt=row.prompt, response=row.response, entry=row.entry.encode()) for row in rows]
 
-    async def _tasks(self, detokenize: Detokenize) -> dict[str, Handle]:
-        settings = self._settings
-        tasks: dict[str, Handle] = {
-            "reward": RewardTask(self._rows, self._worker_id, self._pool, detokenize),
-            "advantages": AdvantageTask(
+    async def _handles(self) -> dict[str, Handle]:
+        """Of each of its tasks, once what it needs is loaded and tried."""
+        settings, handles = self._settings, dict[str, Handle]()
+        if self._pool is not None:
+            _, detokenize = await asyncio.gather(
+                self._pool.start(await self._trial()), asyncio.to_thread(load_detokenizer, self._model_dir)
+            )
+            await self._broker.put_meta(keys.TRIED, settings.scoring.reward.encode())
+            handles["reward"] = RewardTask(self._rows, self._worker_id, self._pool, detokenize)
+        if "advantages" in self._tasks:
+            handles["advantages"] = AdvantageTask(
                 self._rows,
                 self._worker_id,
                 settings.algorithm,
@@ -146,24 +156,31 @@ class ScoringWorker:
                 max_group_size=settings.pipeline.group_size,
                 max_tokens=settings.sampling.max_new_tokens,
                 mixed=bool(settings.data.mix),
-            ),
-        }
+                of_parts={
+                    name: estimator(part.advantage) for name, part in settings.data.mix.items() if part.advantage
+                },
+            )
+        if "reference" in self._tasks:
+            handles["reference"] = ReferenceTask(self._rows, self._worker_id, await self._reference())
+        return handles
+
+    async def _reference(self) -> RowLogprobs:
+        """Raises ModelError."""
         if self._teacher is not None:
             await self._teacher.start()
-            tasks["reference"] = ReferenceTask(self._rows, self._worker_id, self._teacher.logprobs)
-        elif settings.algorithm.kl_coef > 0:
-            from workers.trainer.policy.model import reference_logprobs  # torch: only where it is needed
+            return self._teacher.logprobs
+        from workers.trainer.policy.model import reference_logprobs  # torch: only where it is needed
 
-            directory = await asyncio.to_thread(reference_dir, settings, self._model_dir)
-            logprobs = await asyncio.to_thread(reference_logprobs, directory, settings)
-            tasks["reference"] = ReferenceTask(self._rows, self._worker_id, ReferenceTask.computed(logprobs))
-        return tasks
+        directory = await asyncio.to_thread(reference_dir, self._settings, self._model_dir)
+        return ReferenceTask.computed(await asyncio.to_thread(reference_logprobs, directory, self._settings))
 
     def activity(self) -> Activity:
         counters = {f"{task}_done": float(consumer.done) for task, consumer in self._consumers.items()}
         counters["given_up"] = float(sum(consumer.given_up for consumer in self._consumers.values()))
-        counters["reward_failures"] = float(self._pool.failures)
-        counters["jailed"] = float(self._pool.jailed)
+        if self._pool is not None:
+            counters["reward_failures"] = float(self._pool.failures)
+        if self._pool is not None and not self._settings.scoring.reward_model:  # which is no code
+            counters["jailed"] = float(self._pool.jailed)
         doing = "scoring" if self._meter.in_work else "waiting" if self._consumers else "starting"
         return Activity(doing=doing, busy_s=self._meter.busy_s(), running=self._meter.in_work, counters=counters)
 
@@ -176,7 +193,7 @@ def reference_dir(settings: Settings, model_dir: Path) -> Path:
     teacher = settings.algorithm.teacher
     if not teacher:
         return model_dir
-    directory = prepare_model(teacher, cache_dir=model_cache(os.environ))
+    directory = prepare_model(teacher, cache_dir=model_cache(os.environ), setting="algorithm.teacher")
     theirs, ours = (identify_model(one).tokenizer for one in (directory, model_dir))
     if theirs != ours or not ours:
         raise ModelError(

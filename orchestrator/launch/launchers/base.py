@@ -100,7 +100,7 @@ class Launcher(Protocol):
     async def close(self) -> None: ...
 
 
-def resources_of(settings: Settings, kind: WorkerKind) -> Resources:
+def resources_of(settings: Settings, kind: WorkerKind, index: int = 0) -> Resources:
     """Of one process of ``kind`` on a cluster: a GPU where its device says "cuda", none where it may be a CPU."""
     generation, launcher = settings.generation, settings.launcher
     gpus = 0
@@ -111,6 +111,9 @@ def resources_of(settings: Settings, kind: WorkerKind) -> Resources:
         gpus = int(_on_gpu(settings.trainer.device))
     elif kind is WorkerKind.CRITIC:
         gpus = int(_on_gpu(settings.critic.device))
+    elif kind is WorkerKind.SCORE:
+        tasks = settings.scorers[settings.scorer(index)[0]].tasks
+        gpus = int(_on_gpu(settings.scoring_device) and any(settings.scoring_tasks[task] for task in tasks))
     return Resources(gpus=gpus, cpus=launcher.cpus, memory_mib=launcher.memory_mib)
 
 

@@ -332,7 +332,7 @@ def reference_logprobs(
     model_dir: Path, settings: Settings
 ) -> Callable[[Sequence[PromptGroup]], dict[RowId, NDArray[np.float32]]]:
     """Load the base model, frozen: its logprobs are the trainer's at version 0. Called on one thread at a time."""
-    device = choose_device(settings.trainer.device, "trainer.device")
+    device = choose_device(settings.scoring_device, "scoring.device" if settings.scoring.device else "trainer.device")
     offloaded = settings.scoring.offload == "reference"
     module = empty_policy(model_dir)
     check_window(module.config, settings.generation.max_context)
