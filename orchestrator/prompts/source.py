@@ -274,6 +274,11 @@ class MixedSource:
         return [part.problems[index] for index in range(longest) for part in self._parts if index < len(part)]
 
     @property
+    def given(self) -> int:
+        """Prompts before the position, of all parts."""
+        return sum(part.given for part in self._parts)
+
+    @property
     def position(self) -> str:
         places = {name: part.position for name, part in zip(self._names, self._parts, strict=True)}
         return msgspec.json.encode(places).decode()
