@@ -171,6 +171,10 @@ SERVER_ENGINES = ("sglang", "vllm")
 """Engines that are servers, started by a worker or running elsewhere."""
 
 
+DEFAULT_CONTEXT = 2048
+"""Tokens of prompt and response of a run when ``generation.max_context`` is 0 and the model would allow more."""
+
+
 class GenerationSettings(Section, frozen=True, kw_only=True):
     """Generation workers.
 
