@@ -137,8 +137,8 @@ BESIDE_BATCH = 16
 """At most, for the company of the trainer."""
 PROMPTS = (16, 96, 192, 320)
 LONGER = 2.0
-"""Beyond them each prompt is so many times the last, up to the longest sample of a run, where attention takes most. In a
-few batches alone: their prefill takes longer than all the others together."""
+"""Beyond them each prompt is so many times the last, up to the longest sample of a run, where attention takes most. In
+a few batches alone: their prefill takes longer than all the others together."""
 MOST_PASSES = 16
 SAID_EVERY = 10
 ENOUGH_S = 40.0
