@@ -102,21 +102,17 @@ class Rollout:
 
 
 def rollout(case: Case, seed: int, groups: int) -> Rollout:
-    """Generate two batches; of the second, from its first dispatch to its last sample."""
+    """Of the second batch, from its first dispatch to its last sample."""
+    return measured(simulated(case, seed, groups))
+
+
+def simulated(case: Case, seed: int, groups: int) -> SimulationLog:
+    """Two batches of so many groups, on as many instances that each has what it has in the whole setting."""
     layout = case.layout()
-    if groups != SEER_BATCH:  # as many samples an instance
+    if groups != SEER_BATCH:
         layout = replace(layout, generation_gpus=max(8, round(16 * groups / SEER_BATCH) * 8))
-    log = simulate(
-        scenario(
-            case.workload(seed, groups),
-            layout,
-            PIPELINES["serial"],
-            iterations=BATCHES,
-            dispatch=case.dispatch,
-            record=True,
-        )
-    )
-    return measured(log)
+    workload, pipeline = case.workload(seed, groups), PIPELINES["serial"]
+    return simulate(scenario(workload, layout, pipeline, iterations=BATCHES, dispatch=case.dispatch, record=True))
 
 
 def measured(log: SimulationLog) -> Rollout:
