@@ -5,7 +5,8 @@ age of the tokens that were trained (counted token by token, not read from a set
 when each constant of the model moves by 20%: with the layout as it was, and with the split of the GPUs chosen anew for
 that constant. Policies were tuned on seed 0; reported are others.
 
-    python -m benchmarks.sim [--seeds 11,12,13] [--parts table,moved,bound,speed,live] [--jobs N] [--quick]
+    python -m benchmarks.sim [--seeds 11,12,13] [--parts table,moved,bound,speed,live]
+        [--cases sync_plain,async_plain] [--jobs N] [--quick]
 
 --quick: one seed, fewer batches, nothing moved, no live runs.
 """
@@ -130,7 +131,7 @@ def iteration_s(log: SimulationLog) -> float:
 # -- the table
 
 
-def report(seeds: Sequence[int], batches: int) -> dict[str, float]:
+def report(cases: Sequence[str], seeds: Sequence[int], batches: int) -> dict[str, float]:
     """Print a line for every case; returns its throughput over the baseline, means over the seeds."""
     base = {seed: iteration_s(BASELINE.run(seed, batches)) for seed in seeds}
     print(
@@ -139,7 +140,8 @@ def report(seeds: Sequence[int], batches: int) -> dict[str, float]:
     serial = bound(BASELINE.experiment.workload(seeds[0], batches), BASELINE.layout)
     print(f"{max(serial.generation_s, serial.longest_s) + serial.training_s:.0f} s")
     figures: dict[str, float] = {}
-    for name, case in CASES.items():
+    for name in cases:
+        case = CASES[name]
         logs = {seed: case.run(seed, batches) for seed in seeds}
         ratios = [base[seed] / iteration_s(log) for seed, log in logs.items()]
         figures[name] = round(fmean(ratios), 3)
@@ -179,10 +181,10 @@ NODES = (-16, -8, 8, 16)
 """GPUs more or fewer that generate when a split is chosen anew: whole nodes."""
 
 
-def moved(seed: int, jobs: int) -> dict[str, float]:
+def moved(cases: Sequence[str], seed: int, jobs: int) -> dict[str, float]:
     """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what; then
     the same two with the best of several splits. The generation alone over its bound likewise, without a split."""
-    headlines = [row for name in HEADLINES for row in _headline_rows(name)]
+    headlines = [row for name in HEADLINES if name in cases for row in _headline_rows(name)]
     lines = [*headlines, *OVER_BOUND]
     plain = compare(lines, seeds=(seed,), iterations=BATCHES, jobs=jobs, progress=ProgressLine("headlines"))
     figures: dict[str, float] = {}
@@ -285,6 +287,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, fewer batches, nothing moved, no live runs")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="of lengths and of the ranker's errors")
     parser.add_argument("--parts", default="", help=f"some of {','.join(PARTS)}; all by default")
+    parser.add_argument("--cases", default=",".join(CASES), help="of the table and of moved constants; all by default")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, for moved constants")
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
@@ -292,11 +295,14 @@ def main() -> None:
     parts = options.parts.split(",") if options.parts else [one for one in PARTS if not quick or one in QUICK]
     if unknown := set(parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: {', '.join(PARTS)}")
+    cases: list[str] = options.cases.split(",")
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"there is no case {', '.join(sorted(unknown))}: {', '.join(CASES)}")
     figures: dict[str, float] = {}
     if "table" in parts:
-        figures |= report(seeds[:1] if quick else seeds, 9 if quick else BATCHES)
+        figures |= report(cases, seeds[:1] if quick else seeds, 9 if quick else BATCHES)
     if "moved" in parts:
-        figures |= moved(seeds[0], options.jobs)
+        figures |= moved(cases, seeds[0], options.jobs)
     if "bound" in parts:
         cost = decode_cost(QWEN_72B, H800, 8)
         for key, recall in (("generation_over_bound", PAPER_RECALL), ("generation_over_bound_oracle", None)):
