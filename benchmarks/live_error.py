@@ -58,7 +58,7 @@ from transport.contracts.messages import (
 )
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, PromptId, RowId, parse_row_id
-from workers.generation.worker import ForcedLengths
+from transport.contracts.user_files import ForcedLengths
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 2

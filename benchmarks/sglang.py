@@ -53,6 +53,7 @@ from transport.contracts.types import (
     WeightIdentity,
     WorkerId,
 )
+from transport.contracts.user_files import ForcedLengths
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import encode_array
 from workers.generation.engine import Completion, GenerationRequest, serving
@@ -60,7 +61,7 @@ from workers.generation.server.client import CHUNK_AT_END, SampleRequest, Server
 from workers.generation.server.engine import ServerEngine
 from workers.generation.server.loader import LoadOrder, LoadResult
 from workers.generation.server.sglang import SGLANG, SglangClient
-from workers.generation.worker import ForcedLengths, GenerationWorker
+from workers.generation.worker import GenerationWorker
 from workers.models import model_cache, prepare_model
 from workers.weights.pull import WeightPuller
 

@@ -2,9 +2,13 @@
 
 Throughput of each pipeline over the same simulator's colocated baseline, with its distance to the physical bound, the
 age of the tokens that were trained (counted token by token, not read from a setting), and the worst and the best value
-when each constant of the model moves by 20%. Policies were tuned on seed 0; reported are others.
+when each constant of the model moves by 20%: with the layout as it was, and with the split of the GPUs chosen anew for
+that constant. Policies were tuned on seed 0; reported are others.
 
-    python -m benchmarks.sim [--quick]      --quick: one seed, fewer batches, no sensitivity
+    python -m benchmarks.sim [--seeds 11,12,13] [--parts table,moved,bound,speed,live]
+        [--cases sync_plain,async_plain] [--jobs N] [--quick]
+
+--quick: one seed, fewer batches, nothing moved, no live runs.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ import msgspec
 
 from benchmarks.dispatch import over_bounds
 from benchmarks.live_error import live_errors
-from benchmarks.papers.comparison import compare, with_swings
+from benchmarks.papers.comparison import Compared, compare, with_swings
 from benchmarks.papers.experiments import PAPER_RECALL, Bound, Generation, Pipelined
-from benchmarks.papers.rows import Cell, Row, rows
+from benchmarks.papers.rows import Cell, Row
 from benchmarks.papers.settings import (
     AIDED_SPLIT,
+    MICRO_BATCH_TOKENS,
     aided,
     colocated,
     fully_async,
@@ -35,8 +40,8 @@ from benchmarks.papers.settings import (
     split,
     sync_stream,
 )
-from benchmarks.papers.trials import MOVE, ProgressLine
-from orchestrator.sim.costs import ASSUMED, H800, decode_cost
+from benchmarks.papers.trials import MOVE, ProgressLine, Trial, moves, run_trials
+from orchestrator.sim.costs import ASSUMED, H800, Assumptions, decode_cost
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.llms import QWEN_72B
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
@@ -60,6 +65,11 @@ class Case:
     @property
     def layout(self) -> Layout:
         return self.experiment.layout
+
+    @property
+    def aided(self) -> bool:
+        """Whether its engines have something that the plain baseline's have not."""
+        return bool(self.layout.drafts) or self.layout.kv_bytes != BYTES
 
     @property
     def armed(self) -> Case:
@@ -121,7 +131,7 @@ def iteration_s(log: SimulationLog) -> float:
 # -- the table
 
 
-def report(seeds: Sequence[int], batches: int) -> dict[str, float]:
+def report(cases: Sequence[str], seeds: Sequence[int], batches: int) -> dict[str, float]:
     """Print a line for every case; returns its throughput over the baseline, means over the seeds."""
     base = {seed: iteration_s(BASELINE.run(seed, batches)) for seed in seeds}
     print(
@@ -130,12 +140,13 @@ def report(seeds: Sequence[int], batches: int) -> dict[str, float]:
     serial = bound(BASELINE.experiment.workload(seeds[0], batches), BASELINE.layout)
     print(f"{max(serial.generation_s, serial.longest_s) + serial.training_s:.0f} s")
     figures: dict[str, float] = {}
-    for name, case in CASES.items():
+    for name in cases:
+        case = CASES[name]
         logs = {seed: case.run(seed, batches) for seed in seeds}
         ratios = [base[seed] / iteration_s(log) for seed, log in logs.items()]
         figures[name] = round(fmean(ratios), 3)
         print(f"{name}: {describe(case, logs, ratios, base)}")
-        if case.experiment.layout.drafts or case.experiment.layout.kv_bytes != BYTES:
+        if case.aided:
             armed = {seed: iteration_s(case.armed.run(seed, batches)) for seed in seeds}
             figures[f"{name}_armed"] = round(fmean(armed[seed] / iteration_s(log) for seed, log in logs.items()), 3)
             over = f"{figures[f'{name}_armed']:.3f} over colocated with the same"
@@ -165,20 +176,77 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
 # -- what it rests on
 
 
-def sensitivity(seed: int) -> None:
-    """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what."""
-    jobs = os.cpu_count() or 1
-    headlines = [row for row in rows() if row.key.startswith("table3")] + OVER_BOUND
-    plain = compare(headlines, seeds=(seed,), iterations=BATCHES, jobs=jobs, progress=ProgressLine("headlines"))
+HEADLINES = ("sync_plain", "sync_aided", "async_plain", "async_aided", "async_fp8", "mean1_aided")
+NODES = (-16, -8, 8, 16)
+"""GPUs more or fewer that generate when a split is chosen anew: whole nodes."""
+
+
+def moved(cases: Sequence[str], seed: int, jobs: int) -> dict[str, float]:
+    """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what; then
+    the same two with the best of several splits. The generation alone over its bound likewise, without a split."""
+    headlines = [row for name in HEADLINES if name in cases for row in _headline_rows(name)]
+    lines = [*headlines, *OVER_BOUND]
+    plain = compare(lines, seeds=(seed,), iterations=BATCHES, jobs=jobs, progress=ProgressLine("headlines"))
+    figures: dict[str, float] = {}
     for one in with_swings(plain, seed=seed, jobs=jobs, progress=ProgressLine("headlines with moved constants")):
         swing = one.swing
         if swing is None:
             raise KeyboardInterrupt
+        worst, best = swing.worst, swing.best
         print(
-            f"{one.row.what}, {one.low:.3f}; when one constant moves by {MOVE:.0%}: {swing.worst:.3f} "
-            f"({swing.worst_by}) to {swing.best:.3f} ({swing.best_by}); moved most by {swing.most or '-'}; "
-            f"does not fit: {', '.join(swing.refused) or '-'}"
+            f"{one.row.what}, {one.low:.3f}; when one constant moves by {MOVE:.0%}: {worst:.3f} ({swing.worst_by}) to "
+            f"{best:.3f} ({swing.best_by}); moved most by {swing.most or '-'}; "
+            f"does not fit: {', '.join(swing.refused) or '-'}",
+            flush=True,
         )
+        figures |= {f"{one.row.key}_worst": round(worst, 3), f"{one.row.key}_best": round(best, 3)}
+        if one.row in headlines:
+            for end, by in (("worst", swing.worst_by), ("best", swing.best_by)):
+                value, gpus = _planned_anew(one, moves()[by], seed, jobs)
+                print(f"  {end} ({by}), planned anew: {value:.3f}, {gpus} GPUs generate", flush=True)
+                figures[f"{one.row.key}_{end}_planned"] = round(value, 3)
+    return figures
+
+
+def _headline_rows(name: str) -> list[Row]:
+    """Over the plain colocated baseline, and over one with the same aids."""
+    case = CASES[name]
+    bases = {name: BASELINE, **({f"{name}_armed": case.armed} if case.aided else {})}
+    return [
+        Row(
+            key=key,
+            source="ours",
+            what=f"{case.title}, over colocated{'' if base is BASELINE else ' with the same'}",
+            cells=(Cell(label="72B 20K", of=case.experiment, over=base.experiment),),
+        )
+        for key, base in bases.items()
+    ]
+
+
+def _planned_anew(one: Compared, assumed: Assumptions, seed: int, jobs: int) -> tuple[float, int]:
+    """(the headline under other assumptions with the best of some splits, the GPUs that generate there)."""
+    (cell,) = one.row.cells
+    of, over = cell.of, cell.over
+    assert isinstance(of, Pipelined) and over is not None  # noqa: PT018 headlines have both
+    others = [of, *(_with_split(of, of.layout.generation_gpus + more) for more in NODES)]
+    trials = [Trial(of, seed, of.short), Trial(over, seed, over.short), Trial(over, seed, over.short, assumed)]
+    again = [Trial(other, seed, of.short, assumed) for other in others]
+    found = run_trials([*trials, *again], jobs=jobs)
+    plain_s, base_s, moved_base_s = (found[trial] for trial in trials)
+    fitting = {trial: seconds for trial in again if isinstance(seconds := found[trial], float)}
+    best = min(fitting, key=fitting.__getitem__)
+    assert isinstance(plain_s, float) and isinstance(base_s, float) and isinstance(moved_base_s, float)  # noqa: PT018
+    change = (moved_base_s / fitting[best]) / (base_s / plain_s)
+    assert isinstance(best.experiment, Pipelined)
+    return one.low * change, best.experiment.layout.generation_gpus
+
+
+def _with_split(of: Pipelined, generation_gpus: int) -> Pipelined:
+    """The same with so many GPUs that generate, and the ranks and rounds that ours have with the others."""
+    layout, small = of.layout, of.layout.micro_batch_tokens < MICRO_BATCH_TOKENS
+    changes = {"micro_batch_tokens": layout.micro_batch_tokens} if small else {}
+    other = split(of.llm, generation_gpus, **changes)
+    return replace(of, layout=replace(other, drafts=layout.drafts, kv_bytes=layout.kv_bytes))
 
 
 # -- speed
@@ -210,21 +278,40 @@ def _timed(run: Callable[[], SimulationLog]) -> tuple[SimulationLog, float]:
     return log, best_s
 
 
+PARTS = ("table", "moved", "bound", "speed", "live")
+QUICK = ("table", "bound", "speed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, fewer batches, no sensitivity, no live runs")
-    quick = parser.parse_args().quick
+    parser.add_argument("--quick", action="store_true", help="one seed, fewer batches, nothing moved, no live runs")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="of lengths and of the ranker's errors")
+    parser.add_argument("--parts", default="", help=f"some of {','.join(PARTS)}; all by default")
+    parser.add_argument("--cases", default=",".join(CASES), help="of the table and of moved constants; all by default")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, for moved constants")
+    options = parser.parse_args()
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    quick: bool = options.quick
+    parts = options.parts.split(",") if options.parts else [one for one in PARTS if not quick or one in QUICK]
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}: {', '.join(PARTS)}")
+    cases: list[str] = options.cases.split(",")
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"there is no case {', '.join(sorted(unknown))}: {', '.join(CASES)}")
     figures: dict[str, float] = {}
-    figures |= report(SEEDS[:1] if quick else SEEDS, 9 if quick else BATCHES)
-    if not quick:
-        sensitivity(SEEDS[0])
-    cost = decode_cost(QWEN_72B, H800, 8)
-    for key, recall in (("generation_over_bound", PAPER_RECALL), ("generation_over_bound_oracle", None)):
-        physical, reachable = over_bounds(cost, SEEDS, recall)["scored"]
-        print(f"{key}: {physical:.3f} over max(work / capacity, longest alone), {reachable:.3f} over what is reachable")
-        figures[key] = round(reachable, 3)
-    figures["events_per_s"], figures["run_128_s"] = (round(value, 2) for value in speed())
-    if not quick:
+    if "table" in parts:
+        figures |= report(cases, seeds[:1] if quick else seeds, 9 if quick else BATCHES)
+    if "moved" in parts:
+        figures |= moved(cases, seeds[0], options.jobs)
+    if "bound" in parts:
+        cost = decode_cost(QWEN_72B, H800, 8)
+        for key, recall in (("generation_over_bound", PAPER_RECALL), ("generation_over_bound_oracle", None)):
+            physical, reachable = over_bounds(cost, seeds, recall)["scored"]
+            print(f"{key}: {physical:.3f} over max(work / capacity, longest alone), {reachable:.3f} over the reachable")
+            figures[key] = round(reachable, 3)
+    if "speed" in parts:
+        figures["events_per_s"], figures["run_128_s"] = (round(value, 2) for value in speed())
+    if "live" in parts:
         figures |= live_errors()
     print(json.dumps(figures))
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranker.protocol import LengthLogError
-from transport.contracts.user_files import Say, Skipping, warn
+from ranker.protocol import UNKNOWN_LEVEL_SIGMA, UNKNOWN_SAMPLE_SIGMA, LengthEstimate, LengthLogError
+from transport.contracts.user_files import MAX_TOKENS, Say, Skipping, warn
 from transport.errors import InputFileError
 from transport.process.files import decode_row, read_lines
 
@@ -123,6 +123,45 @@ def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
     """(id, text) of every line; the id is the text where there is none. Raises LengthLogError."""
     for where, line in _lines(path):
         yield _prompt(_row(line, where), None, where)
+
+
+def read_scores(path: Path, *, say: Say = warn) -> dict[str, LengthEstimate]:
+    """Expected lengths by id, and by prompt where a line has one: what `rank score` writes, or any other ranker.
+
+        {"id": "a7", "mean_tokens": 413.5, "level_sigma": 0.4, "sample_sigma": 0.3}
+
+    Without the spreads it is as uncertain as when nothing is known; ``prompt`` may stand beside ``id`` or for it.
+    Raises LengthLogError: unreadable, or too many lines that are not so.
+    """
+    skipping = Skipping(path)
+    found: dict[str, LengthEstimate] = {}
+    for where, line in _lines(path):
+        try:
+            row = _row(line, where)
+            names = [str(row[column]) for column in (ID_COLUMN, *PROMPT_COLUMNS) if column in row]
+            said = _score(row, names, where)
+        except LengthLogError as error:
+            skipping.skip(error.problem, where)
+            continue
+        skipping.count()
+        found.update(dict.fromkeys(names, said))
+    if refusal := skipping.end(say):
+        raise LengthLogError(refusal)
+    if not found:
+        raise LengthLogError("there is no score in it", where=str(path))
+    return found
+
+
+def _score(row: dict[str, Any], names: Sequence[str], where: str) -> LengthEstimate:
+    if not names:
+        raise LengthLogError(f"no column {ID_COLUMN!r} or {PROMPT_COLUMNS[0]!r} to find its prompt by", where=where)
+    unknown = {"level_sigma": UNKNOWN_LEVEL_SIGMA, "sample_sigma": UNKNOWN_SAMPLE_SIGMA}
+    values = {column: row.get(column, other) for column, other in unknown.items()}
+    values["mean_tokens"] = _first(row, ("mean_tokens",), where)
+    for column, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= MAX_TOKENS:
+            raise LengthLogError(f"{column} is a number from 0 to {MAX_TOKENS:,}, not {value!r:.40}", where=where)
+    return LengthEstimate(**{**values, "mean_tokens": max(1.0, values["mean_tokens"])})
 
 
 def check_rankable(samples: Sequence[PromptLengths], where: str) -> None:

@@ -78,6 +78,7 @@ class OnlineRanker:
         self._quality = RunningQuality(trusted=model is not None and model.stored.recall_20 >= TRUSTED_RECALL)
         self._known: dict[str, KnownPrompt] = {}
         self._base: dict[str, tuple[int, ...]] = {}
+        self._scores: dict[str, LengthEstimate] = {}
         self._serial = 0
         self._next_refit = FIRST_REFIT_GROUPS
 
@@ -95,9 +96,20 @@ class OnlineRanker:
                     if prompt_id not in self._history.prompts:
                         self._history.seed(prompt_id, tokens)
 
+    def expect(self, scores: Mapping[str, LengthEstimate]) -> None:
+        """What another ranker says of prompts: {prompt id: estimate}. The paper's offline scores.
+
+        They stand in for the text model until the run has trained one; that one gets them as features, as it gets the
+        base policy's lengths, and so learns from the run what they are worth.
+        """
+        with self._lock:
+            self._scores.update(scores)
+            self._base.update({name: (max(1, round(said.mean_tokens)),) for name, said in scores.items()})
+
     def predict(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> list[LengthEstimate]:
         with self._lock:
             model, serial = self._model, self._serial
+            scored = self._scores if serial == 0 else {}
             new = [
                 index
                 for index, each in enumerate(prompt_ids)
@@ -108,7 +120,9 @@ class OnlineRanker:
             priors = [self._unknown] * len(new)
         else:
             priors = model.predict([texts[index] for index in new], base_tokens)
-        fresh = {prompt_ids[index]: prior for index, prior in zip(new, priors, strict=True)}
+        fresh = {
+            prompt_ids[index]: scored.get(prompt_ids[index], prior) for index, prior in zip(new, priors, strict=True)
+        }
         with self._lock:
             return [
                 self._estimate(prompt_id, text, fresh.get(prompt_id), serial)
@@ -144,15 +158,8 @@ class OnlineRanker:
     def quality(self) -> RankerJudged:
         """How right the newest predictions were; about 2 ms."""
         with self._lock:
-            recall_20, recall_10, recall_5 = self._quality.recalls()
-            return RankerJudged(
-                num_groups=self._quality.num_groups,
-                recall_20=recall_20,
-                recall_10=recall_10,
-                recall_5=recall_5,
-                kendall_tau=self._quality.tau(),
-                trusted=self._quality.trusted,
-                measured=self._quality.measured,
+            return msgspec.structs.replace(
+                self._quality.judged(),
                 drift=self._history.drift,
                 known_prompts=len(self._history.prompts),
                 refits=self._serial,

@@ -6,6 +6,7 @@ a row is that of its ratio: both sides move together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,11 +53,12 @@ class Compared:
 
     @property
     def low(self) -> float:
-        return min(self.values)
+        """Not a number where nothing of ours is known."""
+        return min(self.values, default=math.nan)
 
     @property
     def high(self) -> float:
-        return max(self.values)
+        return max(self.values, default=math.nan)
 
 
 def compare(
@@ -129,13 +131,17 @@ def _must_fit(value: float | str) -> float:
 
 def _extreme_cells(compared: Compared) -> tuple[Cell, ...]:
     """The cells with the lowest and the highest number, once where they are one."""
+    if not compared.values:
+        return ()
     by_value = sorted(zip(compared.values, range(len(compared.values)), strict=True))
     places = dict.fromkeys((by_value[0][1], by_value[-1][1]))
     return tuple(compared.row.cells[place] for place in places)
 
 
 def _with_swing(plain: Compared, cells: Sequence[Cell], short: Results, seed: int) -> Compared:
-    """The changes of short trials, applied to the numbers of the long ones."""
+    """The changes of short trials, applied to the numbers of the long ones; of a row of its own there are none."""
+    if not cells:
+        return plain
     moved: dict[str, tuple[float, ...]] = {}
     refused: list[str] = []
     for name, assumed in moves().items():
@@ -199,7 +205,7 @@ def _fields(one: Compared) -> tuple[str, str, str, str, str]:
     bounds = [over for over in one.over_bounds if over]
     return (
         f"{one.row.paper}{unit if one.row.low or one.row.high else ''}",
-        _range(one.low, one.high) + unit,
+        _range(one.low, one.high) + (unit if one.values else ""),
         _range(one.swing.worst, one.swing.best) if one.swing else "",
         _most(one),
         _range(min(bounds), max(bounds)) if bounds else "",
@@ -213,6 +219,8 @@ def _most(one: Compared) -> str:
 
 
 def _range(low: float, high: float) -> str:
+    if math.isnan(low):
+        return "-"
     shown = [f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}" for value in (low, high)]
     return shown[0] if shown[0] == shown[1] else " - ".join(shown)
 

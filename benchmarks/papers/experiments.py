@@ -12,12 +12,14 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Protocol
 
+import msgspec
+
 from benchmarks.papers.bounds import bound_s
 from orchestrator.core.dispatch.compute import plan_dispatch
 from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.autoscale import Change, Iteration, Scaling, estimate_of
 from orchestrator.core.model.settings import ScalingSettings
-from orchestrator.sim.costs import H800, Algorithm, Assumptions, Gpu, decode_cost, train_cost, transfer_s
+from orchestrator.sim.costs import H800, Algorithm, Assumptions, Gpu, TrainCost, decode_cost, train_cost, transfer_s
 from orchestrator.sim.engine import Scenario, SimulationLog, counted
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.llms import QWEN_72B
@@ -85,6 +87,8 @@ class Pipelined:
     recall: float | None = PAPER_RECALL
     batch: int = 1024
     algorithm: Algorithm = "ppo"
+    layer_s: float | None = None
+    """Of a decode step and layer, where engines are launched in another way than ``Assumptions`` says."""
 
     @property
     def short(self) -> int:
@@ -102,6 +106,8 @@ class Pipelined:
         return Workload(llm=self.llm, lengths=lengths, batch=self.batch, algorithm=self.algorithm)
 
     def scenario(self, seed: int, iterations: int, assumed: Assumptions, *, record: bool = False) -> Scenario:
+        if self.layer_s is not None:
+            assumed = msgspec.structs.replace(assumed, layer_s=self.layer_s)
         return scenario(
             self.workload(seed, iterations),
             self.layout,
@@ -146,6 +152,7 @@ class Generation:
     gpu: Gpu = H800
     recall: float | None = PAPER_RECALL
     batch: int = 1024
+    max_tokens: int = FULL_LENGTH
 
     @property
     def short(self) -> int:
@@ -168,14 +175,14 @@ class Generation:
             for place in range(self.gpus // self.tensor_parallel)
         )
         problem = Problem(
-            groups=groups, instances=instances, prompt_tokens=QUESTION_TOKENS, max_tokens=FULL_LENGTH, seed=seed
+            groups=groups, instances=instances, prompt_tokens=QUESTION_TOKENS, max_tokens=self.max_tokens, seed=seed
         )
         by_group = dict(zip((group.group_id for group in groups), actual, strict=True))
         shares = plan_dispatch(self.dispatch, problem).shares
         return max(_end_s(cost, [by_group[group.group_id] for group in share]) for share in shares)
 
     def _lengths(self, seed: int) -> RecordedLengths:
-        return lengths_of(FULL_LENGTH, self.batch, seed, self.recall)
+        return lengths_of(self.max_tokens, self.batch, seed, self.recall)
 
     def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """That no placement can beat, samples staying where they start (``forecast.bound_s``)."""
@@ -193,6 +200,85 @@ class Generation:
 
 def _end_s(cost: DecodeCost, lengths: list[float]) -> float:
     return max(finish_times(cost, lengths, prompt_tokens=QUESTION_TOKENS, max_running=MAX_RUNNING), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStage:
+    """Seconds of training one batch, all of whose samples are there: work spread evenly, and one step."""
+
+    llm: Llm
+    gpus: int
+    ranks: int
+    gpu: Gpu = H800
+    batch: int = 1024
+    max_tokens: int = FULL_LENGTH
+    algorithm: Algorithm = "ppo"
+
+    @property
+    def short(self) -> int:
+        return 1
+
+    def _cost(self, assumed: Assumptions) -> TrainCost:
+        return train_cost(self.llm, self.gpu, self.gpus, self.ranks, self.algorithm, assumed)
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        """Mean over ``iterations`` batches."""
+        cost = self._cost(assumed)
+        return fmean(self._batch_s(cost, 1000 * seed + batch) for batch in range(iterations))
+
+    def _batch_s(self, cost: TrainCost, seed: int) -> float:
+        drawn = lengths_of(self.max_tokens, self.batch, seed, None).lengths
+        whole = [float(samples[0]) + QUESTION_TOKENS for samples in drawn]
+        rank_s = cost.micro_batch_s(sum(whole) / self.ranks, sum(one * one for one in whole) / self.ranks)
+        return rank_s + cost.step_s()
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return 0.0
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        return self._cost(assumed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleShare:
+    """Of the seconds that known lengths save over random dispatch, the share that a ranker saves; no seconds at all."""
+
+    ranked: Generation
+
+    @property
+    def short(self) -> int:
+        return self.ranked.short
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        ways = replace(self.ranked, dispatch="random"), replace(self.ranked, recall=None), self.ranked
+        random_s, oracle_s, ranked_s = (one.seconds(seed, iterations, assumed) for one in ways)
+        return (random_s - ranked_s) / (random_s - oracle_s)
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return 0.0
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        return self.ranked.key(assumed)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A number that another bench measured on real machines: no constant of the simulator moves it."""
+
+    value: float
+
+    @property
+    def short(self) -> int:
+        return 1
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return self.value
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return 0.0
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

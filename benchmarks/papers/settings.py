@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from benchmarks.papers.experiments import FULL_LENGTH, Pipelined
-from orchestrator.sim.costs import A100, GPUS_PER_NODE, H800, swap_s
+from orchestrator.sim.costs import A100, ASSUMED, GPUS_PER_NODE, H800, swap_s
 from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B
 from orchestrator.sim.scenarios import Layout
 from transport.contracts.llms import Llm
@@ -50,6 +52,21 @@ def colocated(llm: Llm, max_tokens: int = FULL_LENGTH, dispatch: str = "even", r
         generation_gpus=GPUS[llm], training_gpus=GPUS[llm], tensor_parallel=tensor_parallel(llm), colocated=True
     )
     return Pipelined(llm=llm, layout=layout, pipeline="serial", dispatch=dispatch, max_tokens=max_tokens, recall=recall)
+
+
+VERL_CACHE_SHARE = 0.5
+"""Of a GPU's memory that verl's engine plans with: ``gpu_memory_utilization`` of its configuration in early 2025."""
+VERL_LAYER_S = 100e-6
+"""Of a decode step and layer without CUDA graphs, which that configuration switches off (``enforce_eager``): some ten
+kernels of 10 us each, launched one by one. Source: ours; verl prints no figure."""
+
+
+def like_verl(of: Pipelined) -> Pipelined:
+    """A colocated pipeline on an engine as verl configures it by default. Its trainer is taken as ours: StreamRL's verl
+    trains by Megatron-LM, too."""
+    gpu = of.layout.generation_gpu
+    engine = msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes * VERL_CACHE_SHARE / ASSUMED.usable_memory)
+    return replace(of, layout=replace(of.layout, generation_gpu=engine), layer_s=VERL_LAYER_S)
 
 
 RANK_GPUS = (8, 16, 24, 32)

@@ -93,6 +93,7 @@ def report(profile: Profile) -> str:
         f"decode step: {1e3 * cost.fixed_s:.3g} ms + max({1e3 * cost.weights_s:.3g} ms, samples x "
         f"{1e3 * cost.gemm_sample_s:.3g} ms) + samples x {1e3 * cost.sample_s:.3g} ms + context x "
         f"{1e6 * cost.kv_token_s:.3g} us; prefill: {1e3 * cost.prefill_token_s:.3g} ms a token",
+        f"  {_room(cost.kv_capacity_tokens)}",
         f"  up to {profile.slots} samples of {profile.context_tokens} tokens; {_held_out(profile.held_out, 'batches')}",
     ]
     if (train := profile.train) is not None:
@@ -110,6 +111,12 @@ def report(profile: Profile) -> str:
         padded_names = " and of ".join(names)
         parts.append(f"attention of {padded_names} is padded: a short sample takes as long as the longest there")
     return "\n".join(parts)
+
+
+def _room(kv_capacity_tokens: float) -> str:
+    if not kv_capacity_tokens:
+        return "every sample has memory of its own for its context"
+    return f"memory holds {kv_capacity_tokens:,.0f} tokens of context, all samples together"
 
 
 def _held_out(errors: Errors, what: str) -> str:

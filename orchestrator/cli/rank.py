@@ -101,7 +101,9 @@ def evaluate(
         typer.echo(msgspec.json.encode(_means([quality for _, quality in results])).decode())
 
 
-@rank.command(help="Score a set of prompts with a trained ranker: JSON lines, the longest expected response first.")
+@rank.command(
+    help="Score prompts with a trained ranker: JSON lines for a run's ranker.scores, the longest expected first."
+)
 def score(
     prompts: Annotated[Path, typer.Argument(help='JSON lines (or .gz): {"prompt": ..., "id": ...}.')],
     ranker: Annotated[Path, typer.Option("--ranker", help="A ranker from `rank train`.")],
@@ -116,10 +118,13 @@ def score(
     lines: list[tuple[float, bytes]] = []
     for start in range(0, len(texts), SCORED_AT_ONCE):
         part = texts[start : start + SCORED_AT_ONCE]
-        for (prompt_id, _), estimate in zip(part, text_model.predict([text for _, text in part]), strict=True):
-            scored = {
+        for (prompt_id, text), estimate in zip(part, text_model.predict([text for _, text in part]), strict=True):
+            scored: dict[str, str | float] = {
                 "id": prompt_id,
+                **({"prompt": text} if text != prompt_id else {}),
                 "mean_tokens": round(estimate.mean_tokens, 1),
+                "level_sigma": round(estimate.level_sigma, 4),
+                "sample_sigma": round(estimate.sample_sigma, 4),
                 "log_sigma": round(estimate.log_sigma, 4),
                 "p50_tokens": round(estimate.quantile(0.5), 1),
                 "p90_tokens": round(estimate.quantile(0.9), 1),

@@ -262,8 +262,18 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
         )
     if s.ranker.model and s.ranker.kind != "text":
         yield "ranker.model ranker.kind", 'needs ranker.kind "text"'
-    if s.ranker.base_lengths and s.ranker.kind == "none":
-        yield "ranker.base_lengths ranker.kind", 'needs ranker.kind "text" or "history"'
+    for key in ("base_lengths", "scores"):
+        if getattr(s.ranker, key) and s.ranker.kind in ("none", "oracle"):
+            yield f"ranker.{key} ranker.kind", 'needs ranker.kind "text" or "history"'
+    if s.ranker.base_lengths and s.ranker.scores:
+        yield "ranker.scores ranker.base_lengths", "must be empty beside measured lengths: one of the two"
+    if s.ranker.kind == "oracle" and not s.generation.lengths:
+        yield "ranker.kind generation.lengths", 'must not be "oracle" without forced lengths: it knows no others'
+    if s.ranker.kind == "oracle" and s.pipeline.drop_no_signal:
+        yield (
+            "ranker.kind pipeline.drop_no_signal",
+            'must not be "oracle" where groups are replaced: it knows lengths by the order of prompts',
+        )
 
 
 def _broken_of_data(s: Settings) -> Iterator[tuple[str, str]]:

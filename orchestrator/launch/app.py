@@ -69,7 +69,7 @@ from orchestrator.loop.intake import (
     watch_usage,
 )
 from orchestrator.loop.prompt_server import PromptServer
-from orchestrator.loop.ranking import Ranking, open_ranker
+from orchestrator.loop.ranking import Ranking, open_oracle, open_ranker
 from orchestrator.loop.routes import route_weights
 from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
@@ -463,7 +463,10 @@ async def open_ranking(settings: Settings, rundir: RunDir, clock: Clock, inbox: 
     """Predicts lengths and learns them; None where there is no ranker. Raises RankerError."""
     if settings.ranker.kind == "none" or settings.trainer.engine == "none":
         return None  # prompts of a service are not predicted: each has a reader who waits for it
-    ranker = await asyncio.to_thread(open_ranker, settings, rundir.ranker)
+    if settings.ranker.kind == "oracle":
+        ranker = await asyncio.to_thread(open_oracle, settings)
+    else:
+        ranker = await asyncio.to_thread(open_ranker, settings, rundir.ranker)
     ranking = Ranking(ranker, rundir.ranker, clock, refit_s=settings.ranker.refit_s)
     ranking.introduce(inbox)
     return ranking
@@ -483,6 +486,8 @@ async def open_prompts(
     source.seek(state.pipeline.prompts.last_position)
     evaluates = settings.eval.every > 0 or state.pipeline.evaluations.current is not None
     problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
+    if ranking is not None and isinstance(source, ShuffledSource | MixedSource):
+        ranking.begin_at(source.given)
     predictor = ranking or ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
     learnt = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
     trial = trial_rows(source.problems, settings.scoring) if isinstance(source, ShuffledSource | MixedSource) else None

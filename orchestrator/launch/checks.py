@@ -67,7 +67,7 @@ def check_inputs(settings: Settings) -> Sequence[Problem]:
     problems = loaded.training if loaded else ()
     if loaded and settings.scoring.reward == CODE_REWARD:
         check_code_tasks((*loaded.training, *loaded.held_out))
-    if settings.ranker.model or settings.ranker.base_lengths:
+    if settings.ranker.model or settings.ranker.base_lengths or settings.ranker.scores:
         try:
             open_ranker(settings, RunDir(Path(settings.run.dir) / settings.run.name).ranker)
         except RankerError as error:

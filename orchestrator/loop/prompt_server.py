@@ -24,6 +24,9 @@ from transport.contracts.messages import (
 )
 from transport.contracts.types import GroupId, PromptId, SamplingParams
 
+HELD_OUT = "held out: "
+"""Before the ids of held-out problems that the predictor hears: one of them may have the id of a prompt that is trained
+on, and is no earlier visit of it."""
 MAX_CACHED = 4096
 """Prompts kept at hand; one that fell out is read from the source again."""
 
@@ -96,11 +99,10 @@ class PromptServer:
             return HeldOutPromptsArrived(prompts=())
         self._held_out.seek("")
         batch = await asyncio.to_thread(self._held_out.next, count)
-        return HeldOutPromptsArrived(prompts=await self._refs(batch.prompts, "held out: "))
+        return HeldOutPromptsArrived(prompts=await self._refs(batch.prompts, HELD_OUT))
 
     async def _refs(self, prompts: Sequence[Prompt], kind: str = "") -> tuple[PromptRef, ...]:
-        """With predictions made in a thread. kind: goes before the ids that the predictor hears, since a held-out
-        problem may have the id of a prompt that is trained on, and is no earlier visit of it."""
+        """With predictions made in a thread. kind: goes before the ids that the predictor hears."""
         ids = [kind + prompt.prompt_id for prompt in prompts]
         estimates = await asyncio.to_thread(self._predictor.predict, ids, [prompt.text for prompt in prompts])
         return tuple(

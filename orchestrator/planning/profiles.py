@@ -166,7 +166,11 @@ def fit(measurements: Measurements) -> Profile:
         engine=found.engine,
         host=found.host,
         decode_cost=DecodeCostSettings(
-            engine=found.engine, model=found.model, **fields, train_token_s=train.token_s if train else 0.0
+            engine=found.engine,
+            model=found.model,
+            **fields,
+            kv_capacity_tokens=float(found.kv_tokens),
+            train_token_s=train.token_s if train else 0.0,
         ),
         train=train,
         publish_s=median(found.publish_s) if found.publish_s else 0.0,

@@ -28,13 +28,11 @@ from orchestrator.prompts.dataset import ChatMessage, Problem, load_problems
 from transport.contracts import tokenizer
 from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
-from transport.contracts.settings import DataSettings, ScoringSettings, Settings, data_parts, eval_sets
+from transport.contracts.settings import DEFAULT_CONTEXT, DataSettings, ScoringSettings, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId, SamplingParams
 from transport.errors import InputFileError
 from transport.process.files import replace
 
-DEFAULT_CONTEXT = 2048
-"""Tokens of prompt and response when ``generation.max_context`` is 0 and the model would allow more (see settings)."""
 TEMPLATE_TOKENS = 16
 """Special tokens that a tokenizer may add to a text; beside them, a token is at least one byte of it."""
 
@@ -272,6 +270,11 @@ class MixedSource:
         """Of all parts, the first ones of each first."""
         longest = max(len(part) for part in self._parts)
         return [part.problems[index] for index in range(longest) for part in self._parts if index < len(part)]
+
+    @property
+    def given(self) -> int:
+        """Prompts before the position, of all parts."""
+        return sum(part.given for part in self._parts)
 
     @property
     def position(self) -> str:

@@ -9,7 +9,8 @@ import pytest
 
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import EMULATED, LiveRun
-from transport.contracts.messages import PlanComputed, PromptsArrived, RankerJudged
+from transport.contracts.messages import PlanComputed, PromptsArrived, RankerJudged, RolloutFinished
+from transport.contracts.types import is_evaluation, parse_row_id
 
 pytestmark = pytest.mark.chaos
 
@@ -74,3 +75,42 @@ def check_journal(run: LiveRun) -> None:
     arrivals = [event for event in events if isinstance(event, PromptsArrived) and event.prompts]
     assert {round(ref.predicted_tokens) for ref in arrivals[0].prompts} == {400}
     assert len({round(ref.predicted_tokens) for arrival in arrivals[-3:] for ref in arrival.prompts}) > 4
+
+
+def test_an_oracle_knows_every_forced_length_also_after_a_kill(tmp_path: Path):
+    """Shuffled prompts with two evaluations among them: what was predicted of a slot is what it took."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(str(5 + 37 * n % 301) for n in range(997)))
+    shuffled = [one for one in EMULATED if not one.startswith("run.batches")]
+    settings = (
+        *shuffled,
+        "run.batches=60",
+        "pipeline.groups_per_batch=16",
+        "pipeline.group_size=2",
+        "pipeline.dispatch=scored",
+        "sampling.max_new_tokens=400",
+        "generation.workers=2",
+        "emulated.time_scale=0.01",
+        "eval.every=20",
+        "ranker.kind=oracle",
+        f"generation.lengths={lengths}",
+    )
+    with LiveRun(tmp_path, *settings) as run:
+        run.wait_for_batch(10)
+        run.kill("orchestrator", "serve")
+        assert run.wait_for_end() == 0, run.describe()
+        assert run.audit().returncode == 0
+    events = [record.event for record, _ in recorded_commands(run.run_dir / "journal")]
+    predicted = [ref.predicted_tokens for event in events if isinstance(event, PromptsArrived) for ref in event.prompts]
+    took: dict[int, list[int]] = {}
+    for event in events:
+        if isinstance(event, RolloutFinished) and not is_evaluation(event.row_id):
+            group, sample = parse_row_id(event.row_id)
+            batch, slot = map(int, group.split("/"))
+            took.setdefault(batch * 16 + slot, [0, 0])[sample] = event.response_tokens
+    assert len(took) == 60 * 16
+    assert all(predicted[place] == pytest.approx(sum(of) / 2) for place, of in took.items())
+    verdicts = [event for event in events if isinstance(event, RankerJudged)]
+    assert all(verdict.trusted for verdict in verdicts)
+    assert max(verdict.num_groups for verdict in verdicts) > 256
+    assert verdicts[-1].kendall_tau == pytest.approx(1.0), "(groups of equal length share the last place of a tail)"

@@ -17,16 +17,22 @@ def profile(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_emulated_engine_is_measured_as_it_was_told(tmp_path: Path):
-    told = ("generation.engine=emulated", "generation.slots=8", "emulated.time_scale=0.01", "emulated.step_s=0.05")
+    told = (
+        "generation.engine=emulated",
+        "generation.slots=8",
+        "generation.max_context=600",
+        "emulated.time_scale=0.02",
+        "emulated.step_s=0.05",
+    )
     done = profile(tmp_path, *told, "emulated.sample_step_s=0.005")
     assert done.returncode == 0, done.stderr
     found = read_profile(tmp_path / "here.json").measured.decode
     for batch in (1, 5, 8):
-        assert found.step_s(batch, 100.0 * batch) == pytest.approx(0.01 * (0.05 + 0.005 * batch), rel=0.15)
+        assert found.step_s(batch, 100.0 * batch) == pytest.approx(0.02 * (0.05 + 0.005 * batch), rel=0.15)
     assert found.prefill_token_s < 1e-4
     assert "[decode_cost]" in (tmp_path / "here.toml").read_text()
     assert "held-out error on batches that a fit did not see" in done.stdout
-    assert "10 of 42 measured in" in done.stderr, "what it does is shown meanwhile"
+    assert "10 of 48 measured in" in done.stderr, "what it does is shown meanwhile"
 
 
 def test_an_engine_of_too_few_slots_is_refused(tmp_path: Path):

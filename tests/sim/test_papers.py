@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from benchmarks.papers.comparison import as_data, compare, table, with_swings
-from benchmarks.papers.experiments import Generation, Growing, Pipelined, Transfer
+from benchmarks.papers.experiments import Generation, Growing, Known, Pipelined, Transfer
 from benchmarks.papers.pictures import Bar, Effect, draw_bars, draw_scaling, draw_tornado
 from benchmarks.papers.rows import Cell, Row, rows
-from benchmarks.papers.settings import split
+from benchmarks.papers.settings import like_verl, split
 from benchmarks.papers.trials import SHARES, Trial, moves, run_trials
 from orchestrator.sim.costs import ASSUMED, Assumptions
 from orchestrator.sim.llms import QWEN_7B, QWEN_72B
@@ -161,3 +161,38 @@ def test_pictures_hold_every_result(tmp_path):
     assert [label.get_text() for label in curve.axes[0].get_xticklabels()] == ["32", "10000"]
     for number, figure in enumerate((bars, tornado, curve)):
         figure.savefig(tmp_path / f"{number}.svg")
+
+
+def test_generation_gains_less_from_gpus_and_loses_more_by_lengths_than_training():
+    """StreamRL's Figure 2, whose curves have no numbers."""
+    shown = {row.key: row for row in rows() if row.key.startswith("fig2")}
+    found = {one.row.key: one for one in compare(list(shown.values()), seeds=(1,), iterations=1)}
+    generation, training = found["fig2_gpus_generation"], found["fig2_gpus_training"]
+    assert 1.0 < generation.high < 2.5 < training.high < 16.0
+    assert found["fig2_tokens_generation"].high > 1.5 * found["fig2_tokens_training"].high
+
+
+def test_a_ranker_saves_a_share_of_what_known_lengths_save():
+    (row,) = (row for row in rows() if row.key == "fig9_oracle_share")
+    smallest = replace(row, cells=row.cells[:1])
+    (found,) = compare([smallest], seeds=(1,), iterations=2)
+    assert 0.1 < found.low < 1.0
+    known = replace(smallest.cells[0].of, ranked=replace(smallest.cells[0].of.ranked, recall=None))
+    assert known.seconds(1, 1, ASSUMED) == pytest.approx(1.0)
+
+
+def test_verls_defaults_cost_a_colocated_pipeline_what_they_take_from_its_engine():
+    plain = replace(ASYNC, pipeline="serial", layout=replace(TINY, colocated=True), batch=256)
+    assert like_verl(plain).seconds(1, 5, ASSUMED) > 1.02 * plain.seconds(1, 5, ASSUMED)
+
+
+def test_a_row_that_was_not_measured_says_so():
+    row = Row(
+        key="learned", source="StreamRL sec. 7.4", what="reward", cells=(), paper="comparable", note="not measured"
+    )
+    plain = compare([row], seeds=(1,), iterations=1)
+    compared = with_swings(plain, seed=1)
+    assert table(compared).splitlines()[-2].split()[-2:] == ["comparable", "-"]
+    assert as_data(compared)[0]["ours"] == {}
+    measured = replace(row, cells=(Cell(label="SmolLM2", of=Known(0.5), over=Known(0.25)),))
+    assert compare([measured], seeds=(1,), iterations=1)[0].values == (0.5,)

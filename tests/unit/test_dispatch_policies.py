@@ -12,7 +12,7 @@ from itertools import accumulate
 import pytest
 
 from orchestrator.core.dispatch.compute import plan_dispatch
-from orchestrator.core.dispatch.policies.even import instance_latency_s, split
+from orchestrator.core.dispatch.policies.even import balanced, instance_latency_s, split
 from orchestrator.core.dispatch.policies.problem import (
     UNKNOWN_SIGMA,
     GroupLength,
@@ -23,7 +23,7 @@ from orchestrator.core.dispatch.policies.problem import (
     longest_first,
     repaired,
 )
-from orchestrator.core.dispatch.policies.scored import Scorer, draw_lengths, training_end_s
+from orchestrator.core.dispatch.policies.scored import Scorer, draw_lengths, training_end_s, waits
 from orchestrator.core.dispatch.policies.slicing import price, slicing
 from orchestrator.core.model.pipeline import Calibration
 from transport.contracts.continuous_batching import DecodeCost, finish_times
@@ -326,3 +326,27 @@ def test_slices_end_about_as_soon_as_the_best_where_slots_or_memory_run_out():
         late.append(end_s / best_slices_s(problem))
     assert max(late) <= 1.3
     assert sum(ratio > 1.05 for ratio in late) <= 0.03 * len(late)
+
+
+def test_where_memory_is_full_every_instance_gets_the_same_time_of_it():
+    """A group four times as long holds memory sixteen times as long; even shares look at neither."""
+    tight = DecodeCost(fixed_s=0.01, kv_token_s=1e-6, kv_capacity_tokens=3000.0)
+    problem = repaired(problem_of([400.0] * 4 + [100.0] * 64, cost=tight))
+    assert waits(problem)
+    assert [[length for length in share if length > 100] for share in lengths_of(balanced(problem))] == [
+        [400.0] * 2
+    ] * 2
+    lopsided = repaired(problem_of([400.0, 100.0, 400.0, 100.0, 400.0, 100.0, 400.0, 100.0] * 10, cost=tight))
+    assert generation_s(lopsided, balanced(lopsided)) < 0.8 * generation_s(lopsided, plan_dispatch("even", lopsided))
+    assert plan_dispatch("scored", lopsided).policy != "even_longest_first"
+    roomy = repaired(problem_of([400.0] * 4, cost=tight))
+    assert not waits(roomy)
+    assert waits(repaired(problem_of([400.0] * 4, slots=1)))
+
+
+def test_a_slower_instance_gets_less_memory_time():
+    tight = DecodeCost(fixed_s=0.01, kv_token_s=1e-6, kv_capacity_tokens=3000.0)
+    problem = repaired(problem_of([200.0] * 90, cost=tight))
+    slow = replace(problem.instances[1], cost=tight.scaled(2.0))
+    fast_share, slow_share = lengths_of(balanced(replace(problem, instances=(problem.instances[0], slow))))
+    assert (len(fast_share), len(slow_share)) == (60, 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from orchestrator.planning.profiles import (
 )
 from orchestrator.sim.costs import ROUND_SHARE, TrainCost
 from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
+from workers.commands.profile import longer_prompts
 
 TRUE = DecodeCost(fixed_s=0.004, weights_s=0.02, gemm_sample_s=0.00125, sample_s=0.0002, kv_token_s=1e-6)
 STEPS = 48
@@ -188,6 +190,22 @@ def test_what_cannot_be_fitted_or_read_is_refused(tmp_path: Path):
     (tmp_path / "torn.json").write_text("{")
     with pytest.raises(ConfigError, match="make a profile: "):
         read_profile(tmp_path / "torn.json")
+
+
+def test_memory_of_the_engine_limits_plans_and_simulations(tmp_path: Path):
+    profile = fit(measurements(kv_tokens=20_000))
+    assert profile.measured.decode.kv_capacity_tokens == 20_000
+    assert "memory holds 20,000 tokens of context, all samples together" in report(profile)
+    assert "kv_capacity_tokens = 20000" in section(profile)
+    assert fit(measurements()).measured.decode.kv_capacity_tokens == math.inf
+
+
+@pytest.mark.parametrize(
+    ("max_context", "longer"),
+    [(300, []), (372, []), (400, [348]), (2048, [640, 1996]), (8192, [640, 1280, 2560, 8140])],
+)
+def test_prompts_of_a_profile_go_on_to_the_longest_sample_of_a_run(max_context: int, longer: list[int]):
+    assert longer_prompts(max_context) == longer
 
 
 def test_without_a_trainer_only_the_engine_is_fitted():

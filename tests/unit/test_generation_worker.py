@@ -30,12 +30,13 @@ from transport.contracts.types import (
     evaluation_id,
     group_id,
 )
+from transport.contracts.user_files import ForcedLengths
 from transport.rows.columns import decode_array
 from transport.rows.partial import partial_append, read_beginnings
 from workers.errors import EngineCrashedError
 from workers.generation.engine import GenerationRequest, Progress
 from workers.generation.given import GivenResponses
-from workers.generation.worker import ForcedLengths, group_seed, partial_tokens
+from workers.generation.worker import group_seed, partial_tokens
 
 
 async def test_a_plan_becomes_a_request():

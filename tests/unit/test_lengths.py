@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transport.contracts.types import evaluation_id, group_id
-from workers.generation.worker import ForcedLengths
+from transport.contracts.user_files import ForcedLengths
 
 
 def test_rows_take_the_lengths_in_their_own_order_in_a_circle():

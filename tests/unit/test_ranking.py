@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from orchestrator.loop.intake import Inbox, new_inbox
-from orchestrator.loop.ranking import JUDGED_EVERY, SAVED_EVERY_S, Ranking, in_daemon_thread, open_ranker
+from orchestrator.loop.prompt_server import HELD_OUT
+from orchestrator.loop.ranking import (
+    JUDGED_EVERY,
+    SAVED_EVERY_S,
+    Ranking,
+    in_daemon_thread,
+    open_oracle,
+    open_ranker,
+)
 from orchestrator.observability.metrics import ranker_numbers
 from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker
 from ranker.protocol import RankerFileError, RefitError
 from transport.contracts.messages import RankerJudged
-from transport.contracts.settings import RankerSettings, SamplingSettings, Settings
+from transport.contracts.settings import (
+    GenerationSettings,
+    PipelineSettings,
+    RankerSettings,
+    SamplingSettings,
+    Settings,
+)
+from transport.contracts.types import group_id
+from transport.contracts.user_files import ForcedLengths
 
 PROMPTS = [f"p{number}" for number in range(64)]
 
@@ -160,3 +178,42 @@ async def test_work_that_hangs_is_left_behind():
         await in_daemon_thread(hang, limit_s=0.05)
     assert hanging.is_set()
     released.set()
+
+
+def test_an_oracle_says_what_each_slot_is_forced_to(tmp_path: Path):
+    """Prompts by their order, whatever they are called, in a circle; evaluations from the first length on."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("10 \n20\n30\n40\n500\n60\n70\n80\n90\n100\n")
+    settings = Settings(
+        pipeline=PipelineSettings(groups_per_batch=2, group_size=2, oversampled_groups=1),
+        sampling=SamplingSettings(max_new_tokens=200),
+        generation=GenerationSettings(lengths=str(path)),
+        ranker=RankerSettings(kind="oracle"),
+    )
+    forced, oracle = ForcedLengths.of(settings), open_oracle(settings)
+    ranking = Ranking(oracle, tmp_path / "ranker.bin", HandClock(), refit_s=60.0)
+    slots = [group_id(batch, slot) for batch in range(3) for slot in range(3)]
+    truth = [fmean(forced.limits(slot, range(2))) for slot in slots]
+    assert truth[:4] == [15, 35, 130, 130], "cut at the limit; the slot beyond a batch takes the next one's lengths"
+    said = [one.mean_tokens for one in ranking.predict(["a", "b", "a", "c"], [""] * 4)]
+    held_out = ranking.predict([HELD_OUT + "a", HELD_OUT + "b"], ["", ""])
+    assert [one.mean_tokens for one in held_out] == [10, 30]
+    ranking.begin_at(4)  # as after a restart
+    said += [one.mean_tokens for one in ranking.predict(["d"] * 5, [""] * 5)]
+    assert said == truth
+    for name, slot in zip("abac", slots, strict=False):
+        ranking.observe(name, forced.limits(slot, range(2)))
+    assert (oracle.quality().num_groups, oracle.quality().kendall_tau, oracle.trusted) == (4, pytest.approx(1.0), True)
+
+
+def test_an_oracle_that_is_wrong_is_found_out(tmp_path: Path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(str(random.Random(n).randrange(1, 1000)) for n in range(997)))
+    oracle = open_oracle(
+        Settings(generation=GenerationSettings(lengths=str(path)), ranker=RankerSettings(kind="oracle"))
+    )
+    names = [f"p{n}" for n in range(512)]
+    said = oracle.predict(names, names)
+    for name, another in zip(names, [*said[1:], said[0]], strict=True):
+        oracle.observe(name, [round(another.mean_tokens)])
+    assert not oracle.trusted

@@ -415,6 +415,7 @@ class Measurements(Struct, frozen=True, kw_only=True):
     host: str
     config: dict[str, Any]  # the model's Hugging Face configuration
     context_tokens: int  # of the longest sample that was decoded
+    kv_tokens: int = 0  # of context that the engine says its memory holds; 0: every sample has room of its own
     decode: list[DecodeRun]
     prefill: list[PrefillRun]
     train: list[TrainRun] = msgspec.field(default_factory=list[TrainRun])

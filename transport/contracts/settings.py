@@ -187,6 +187,10 @@ SERVER_ENGINES = ("sglang", "vllm")
 """Engines that are servers, started by a worker or running elsewhere."""
 
 
+DEFAULT_CONTEXT = 2048
+"""Tokens of prompt and response of a run when ``generation.max_context`` is 0 and the model would allow more."""
+
+
 class GenerationSettings(Section, frozen=True, kw_only=True):
     """Generation workers.
 
@@ -454,9 +458,12 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
 class RankerSettings(Section, frozen=True, kw_only=True):
     """Who predicts how long responses will be: the longest start first, and plans of dispatch rely on it."""
 
-    kind: Literal["none", "history", "text"] = "text"  # none: all alike; history: by earlier visits; text: also unseen
+    kind: Literal["none", "history", "text", "oracle"] = (
+        "text"  # none: all alike; history: by earlier visits; text: also unseen; oracle: knows generation.lengths
+    )
     model: str = ""  # file of `rank train` to begin with; empty: text learns from the run's own first 512 groups
     base_lengths: str = ""  # log of lengths that the base policy gave these prompts, see docs/ranker.md; empty: none
+    scores: str = ""  # lengths expected of these prompts: `rank score`, or any ranker's lines alike; empty: none
     refit_s: Positive = 300.0  # text: for one training beside the run, at low priority; beyond it the old model stays
 
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
-from transport.contracts.types import Struct
+from transport.contracts.settings import Settings
+from transport.contracts.types import GroupId, Struct, is_evaluation
 from transport.errors import LengthFileError
 from transport.process.files import read_json
 
@@ -51,11 +52,15 @@ class Skipping:
         """The length that ``value`` is, tokens, or None. where: file and line.  shown: as it stands there."""
         number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
         if 1 <= number <= MAX_TOKENS and number == int(number):
-            self._num_read += 1
+            self.count()
             return int(number)
         said = repr(value if shown is None else shown)[:40]
         self.skip(f"a length is a whole number of tokens, 1 or more, not {said}", where)
         return None
+
+    def count(self) -> None:
+        """A value was as it should be."""
+        self._num_read += 1
 
     def skip(self, problem: str, where: str) -> None:
         """There is no length at ``where``."""
@@ -103,6 +108,40 @@ def _number(word: str) -> float:
         return float(word)
     except ValueError:
         return math.nan
+
+
+class ForcedLengths:
+    """Forced output lengths: which row gets how many tokens, from a file instead of from a model.
+
+    Runs of different modes, engines and hardware then generate the same work, as in StreamRL's evaluation (sec. 7.1):
+    a row has the same length on whichever worker, and whenever, it is generated.
+    lengths: tokens, each >= 1; batch after batch, slot after slot, sample after sample takes the next, in a circle.
+
+    groups_per_batch, group_size: of the run. A replaced slot's lengths are those of a later batch, and those of every
+    evaluation are the same from the first batch on.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, groups_per_batch: int, group_size: int) -> None:
+        self._lengths = tuple(lengths)
+        self._groups_per_batch = groups_per_batch
+        self._group_size = group_size
+
+    @classmethod
+    def of(cls, settings: Settings) -> ForcedLengths:
+        """Those of ``generation.lengths``, cut at ``sampling.max_new_tokens``. Blocks. Raises LengthFileError."""
+        most = settings.sampling.max_new_tokens
+        return cls(
+            [min(tokens, most) for tokens in read_lengths(Path(settings.generation.lengths))],
+            groups_per_batch=settings.pipeline.groups_per_batch,
+            group_size=settings.pipeline.group_size,
+        )
+
+    def limits(self, group_id: GroupId, samples: Sequence[int]) -> tuple[int, ...]:
+        """Tokens of each of these samples of the group."""
+        batch, slot = group_id.split("/")
+        place = 0 if is_evaluation(group_id) else int(batch) * self._groups_per_batch
+        first = (place + int(slot)) * self._group_size
+        return tuple(self._lengths[(first + sample) % len(self._lengths)] for sample in samples)
 
 
 UNIMPORTANT = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "_attn_implementation")

@@ -22,7 +22,7 @@ from transport.contracts.ledger import checkpoints_place, critic_checkpoints_pla
 from transport.contracts.messages import MessageDecoder, WorkerLost
 from transport.contracts.settings import LoraSettings, RowSettings, Settings, TensorSettings
 from transport.contracts.types import WorkerId
-from transport.contracts.user_files import ModelIdentity, identify_model, read_lengths
+from transport.contracts.user_files import ForcedLengths, ModelIdentity, identify_model
 from transport.process.clock import MonotonicClock
 from transport.process.files import run_directory, writing
 from transport.process.gpus import gpu_share
@@ -32,7 +32,6 @@ from transport.tensors.base import Endpoint, TimeLimit, parse_ports
 from transport.tensors.ucx import wants_ucx
 from workers.errors import ModelError, ModelMismatchError
 from workers.generation.given import GivenResponses
-from workers.generation.worker import ForcedLengths
 from workers.leases.lifecycle import Worker, WorkerFactory
 
 if TYPE_CHECKING:
@@ -150,14 +149,7 @@ async def generation_worker(
     from workers.generation.worker import GenerationWorker
 
     generation, clock = settings.generation, MonotonicClock()
-    lengths: ForcedLengths | None = None
-    if generation.lengths:
-        read, most = await asyncio.to_thread(read_lengths, Path(generation.lengths)), settings.sampling.max_new_tokens
-        lengths = ForcedLengths(
-            [min(tokens, most) for tokens in read],
-            groups_per_batch=settings.pipeline.groups_per_batch,
-            group_size=settings.pipeline.group_size,
-        )
+    lengths = await asyncio.to_thread(ForcedLengths.of, settings) if generation.lengths else None
     log_path = run_dir / "logs" / f"{generation.engine}-{worker_id.partition('.')[0]}.log"
     engine = engine_of(settings, model_dir, log_path, trust_remote_code, server)
     if settings.environments:

@@ -37,7 +37,7 @@ import numpy as np
 
 from transport.contracts.continuous_batching import DecodeRun, Measurements, PrefillRun, TrainRun
 from transport.contracts.messages import WeightManifest
-from transport.contracts.settings import SERVER_ENGINES, Settings
+from transport.contracts.settings import DEFAULT_CONTEXT, SERVER_ENGINES, Settings
 from transport.contracts.types import GroupId, SamplingParams, row_id
 from transport.process.programs import python_module
 from transport.process.secret import ENGINE_KEY, read_secret
@@ -67,10 +67,11 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
     )
     engine = engine_of(settings, directory, log, False, server)
     async with serving(engine) as info:
-        measured = EngineProfile(engine, info.capacity, info.max_context, say)
+        limit = min(info.max_context, generation.max_context or DEFAULT_CONTEXT)
+        measured = EngineProfile(engine, info.capacity, limit, info.kv_tokens, say)
         if not measured.prompts:
             needed = PROMPTS[0] + LONG_TOKENS
-            raise ModelError(f"samples of {info.max_context} tokens are too short to profile: {needed} are needed")
+            raise ModelError(f"samples of {limit} tokens are too short to profile: {needed} are needed")
         say(f"the {info.name} engine decodes batches of up to {info.capacity}")
         async with _limited(ANSWER_S, "the batches of the profile", "fewer generation.slots"):
             await measured.seconds(((PROMPTS[0],), 1, FIRST_TOKENS))  # warms up
@@ -80,6 +81,7 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
             engine=info.name,
             host=socket.gethostname(),
             config=json.loads((directory / "config.json").read_text()),
+            kv_tokens=info.kv_tokens,
             context_tokens=max(measured.prompts) + LONG_TOKENS,
             decode=decode,
             prefill=prefill,
@@ -134,6 +136,9 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 BESIDE_BATCH = 16
 """At most, for the company of the trainer."""
 PROMPTS = (16, 96, 192, 320)
+LONGER = 2.0
+"""Beyond them each prompt is so many times the last, up to the longest sample of a run, where attention takes most. In
+a few batches alone: their prefill takes longer than all the others together."""
 MOST_PASSES = 16
 SAID_EVERY = 10
 ENOUGH_S = 40.0
@@ -148,10 +153,20 @@ shorter ones take beside the longer ones."""
 class EngineProfile:
     """Measures one engine that has been started. say: hears of progress."""
 
-    def __init__(self, engine: GenerationEngine, capacity: int, max_context: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        capacity: int,
+        max_context: int,
+        kv_tokens: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """max_context: tokens of the longest sample of a run.  kv_tokens: of all together; 0: no limit."""
         self._engine = engine
         self._batches = [batch for batch in BATCHES if batch <= capacity]
-        self.prompts = [tokens for tokens in PROMPTS if tokens + LONG_TOKENS <= max_context]
+        self._kv_tokens = kv_tokens or float("inf")
+        self._short = [tokens for tokens in PROMPTS if tokens + LONG_TOKENS <= max_context]
+        self.prompts = self._short + longer_prompts(max_context)
         self._say = say
         self._numbers = itertools.count()
 
@@ -188,8 +203,7 @@ class EngineProfile:
         machine does comes in bursts, and runs will meet it, too.
         """
         alone = [(tokens,) for tokens in self.prompts]
-        mixed = (self.prompts[0], self.prompts[-1])
-        batches = [(prompts, batch) for batch in self._batches for prompts in (*alone, mixed) if batch >= len(prompts)]
+        batches = self._decoded()
         shapes = [(prompts, batch, tokens) for prompts, batch in batches for tokens in (FIRST_TOKENS, LONG_TOKENS)]
         shapes += [(prompts, 1, 1) for prompts in alone]
         seconds = await self._medians(shapes)
@@ -204,6 +218,17 @@ class EngineProfile:
             for prompts, batch in batches
         ]
         return decode, [PrefillRun(tokens=prompts[0], seconds=seconds[prompts, 1, 1]) for prompts in alone]
+
+    def _decoded(self) -> list[tuple[tuple[int, ...], int]]:
+        """(prompts, samples of all together): short prompts in every batch, long ones in three, where memory holds
+        them."""
+        short, mixed = [(tokens,) for tokens in self._short], (self._short[0], self._short[-1])
+        few = sorted({self._batches[0], self._batches[len(self._batches) // 2], self._batches[-1]})
+        wanted = [(prompts, batch) for batch in self._batches for prompts in (*short, mixed) if batch >= len(prompts)]
+        wanted += [((tokens,), batch) for batch in few for tokens in self.prompts[len(self._short) :]]
+        return [
+            (prompts, batch) for prompts, batch in wanted if batch * (fmean(prompts) + LONG_TOKENS) <= self._kv_tokens
+        ]
 
     async def beside(self) -> float:
         """Seconds of one batch, for comparisons with itself."""
@@ -225,6 +250,16 @@ class EngineProfile:
                     self._say(f"  {done} of {len(shapes)} measured in {spent_s:.0f} s; batches of {shape[1]}")
                 measured[shape].append(await self.seconds(shape))
         return {shape: median(seconds) for shape, seconds in measured.items()}
+
+
+def longer_prompts(max_context: int) -> list[int]:
+    """Beyond PROMPTS, up to the one that fills a context of ``max_context`` tokens."""
+    longest, prompts = max_context - LONG_TOKENS, list[int]()
+    tokens = PROMPTS[-1] * LONGER
+    while tokens < longest / LONGER:
+        prompts.append(round(tokens))
+        tokens *= LONGER
+    return [*prompts, longest] if longest > PROMPTS[-1] else []
 
 
 async def load_seconds(engine: GenerationEngine, manifest: WeightManifest) -> float:

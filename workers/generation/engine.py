@@ -231,12 +231,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """capacity: samples decoded together.  max_context: prompt + response, tokens.  vocab_size: tokens."""
+    """capacity: samples decoded together.  max_context: prompt + response, tokens.  vocab_size: tokens.
+    kv_tokens: of context that memory holds for all samples together; 0: every sample has room of its own.
+    """
 
     name: str
     capacity: int
     max_context: int
     vocab_size: int
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

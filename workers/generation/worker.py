@@ -61,6 +61,7 @@ from transport.contracts.types import (
     is_evaluation,
     row_id,
 )
+from transport.contracts.user_files import ForcedLengths
 from transport.errors import MessageError, StreamError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
@@ -277,30 +278,6 @@ def failure_append(failure: EngineFailure, worker_id: WorkerId) -> Append:
 def group_seed(run_seed: int, group_id: GroupId) -> int:
     """The seed of a group's samples: the same on whichever worker and attempt it is generated."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=8).digest(), "little") >> 1
-
-
-class ForcedLengths:
-    """Forced output lengths: which row gets how many tokens, from a file instead of from a model.
-
-    Runs of different modes, engines and hardware then generate the same work, as in StreamRL's evaluation (sec. 7.1):
-    a row has the same length on whichever worker, and whenever, it is generated.
-    lengths: tokens, each >= 1; batch after batch, slot after slot, sample after sample takes the next, in a circle.
-
-    groups_per_batch, group_size: of the run. A replaced slot's lengths are those of a later batch, and those of every
-    evaluation are the same from the first batch on.
-    """
-
-    def __init__(self, lengths: Sequence[int], *, groups_per_batch: int, group_size: int) -> None:
-        self._lengths = tuple(lengths)
-        self._groups_per_batch = groups_per_batch
-        self._group_size = group_size
-
-    def limits(self, group_id: GroupId, samples: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of each of these samples of the group."""
-        batch, slot = group_id.split("/")
-        place = 0 if is_evaluation(group_id) else int(batch) * self._groups_per_batch
-        first = (place + int(slot)) * self._group_size
-        return tuple(self._lengths[(first + sample) % len(self._lengths)] for sample in samples)
 
 
 class GenerationWorker:

@@ -95,6 +95,7 @@ class Plans(msgspec.Struct, kw_only=True):
     queues: heap of each worker's planned groups.
     planned: group -> worker in whose queue it is.  backlog: worker -> predicted tokens of those.
     limits: worker -> samples that its share meant it to run at once; beyond it takes nothing of others.
+    crowded: workers whose memory is too small for all of their share at once.
     slowdowns: worker -> seconds of its samples, over those that were expected.
     calibration: what predictions were worth.  ranker: how it was judged last, None where there is none.
     Invariant: a planned group is pending and in exactly one worker's queue; the first of a queue is planned, others may
@@ -107,6 +108,7 @@ class Plans(msgspec.Struct, kw_only=True):
     planned: dict[GroupId, WorkerId] = msgspec.field(default_factory=dict[GroupId, WorkerId])
     backlog: dict[WorkerId, float] = msgspec.field(default_factory=dict[WorkerId, float])
     limits: dict[WorkerId, int] = msgspec.field(default_factory=dict[WorkerId, int])
+    crowded: list[WorkerId] = msgspec.field(default_factory=list[WorkerId])
     slowdowns: dict[WorkerId, float] = msgspec.field(default_factory=dict[WorkerId, float])
     calibration: Calibration = msgspec.field(default_factory=Calibration)
     ranker: RankerJudged | None = None
@@ -147,11 +149,19 @@ class Plans(msgspec.Struct, kw_only=True):
         queue = sorted(self.queues.pop(worker_id, []))
         self.backlog.pop(worker_id, None)
         self.limits.pop(worker_id, None)
+        self.note_share(worker_id, crowded=False)
         self.slowdowns.pop(worker_id, None)
         left = [entry.group_id for entry in queue if self.planned.get(entry.group_id) == worker_id]
         for group_id in left:
             del self.planned[group_id]
         return left
+
+    def note_share(self, worker_id: WorkerId, *, crowded: bool) -> None:
+        """Whether the worker's memory is too small for all of its new share at once."""
+        if worker_id in self.crowded:
+            self.crowded.remove(worker_id)
+        if crowded:
+            self.crowded.append(worker_id)
 
     def observe_slowdown(self, worker_id: WorkerId, seconds: float, expected_s: float) -> None:
         """A sample held a slot of the worker for ``seconds``; 0 where it was not measured."""

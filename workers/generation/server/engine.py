@@ -94,6 +94,7 @@ class ServerEngine:
             capacity=self.sender.capacity,
             max_context=self.server.max_context,
             vocab_size=self.server.model.vocab_size,
+            kv_tokens=self.server.facts.kv_tokens,
         )
 
     def submit(self, request: GenerationRequest) -> None:

@@ -22,6 +22,7 @@ from orchestrator.core.dispatch.policies.problem import (
     length_quantiles,
     longest_first,
 )
+from orchestrator.core.dispatch.policies.slicing import price
 
 
 def even(problem: Problem) -> Plan:
@@ -63,6 +64,32 @@ def shares_by_speed(groups: Sequence[GroupLength], instances: Sequence[Instance]
         shares[index].append(group)
         heapq.heapreplace(fill, (filled + group.num_samples / speeds[index], index))
     return tuple(map(tuple, shares))
+
+
+# -- where samples wait for slots or memory: the same time of them for every instance
+
+
+def balanced(problem: Problem) -> Plan:
+    """Longest first, each group to the instance that has least to do, by what its samples hold slots and memory for.
+
+    Where samples wait for room, an instance ends when it has worked through all of them, however long each is; even
+    shares differ in it by as much as groups differ in their squares. Source: ours (LPT, Graham 1969).
+    """
+    prices = [price(instance, problem.prompt_tokens) for instance in problem.instances]
+    kinds = {pricing: index for index, pricing in enumerate(prices)}
+    held_s = {
+        pricing: [pricing.held_s(group.mean_tokens, group.sigma) * group.num_samples for group in problem.groups]
+        for pricing in kinds
+    }
+    fill = [(pricing.hand_s, index) for index, pricing in enumerate(prices)]
+    heapq.heapify(fill)
+    shares: list[list[GroupLength]] = [[] for _ in prices]
+    places = sorted(range(len(problem.groups)), key=lambda place: -problem.groups[place].mean_tokens)
+    for place in places:
+        filled, index = fill[0]
+        shares[index].append(problem.groups[place])
+        heapq.heapreplace(fill, (filled + held_s[prices[index]][place], index))
+    return Plan(shares=tuple(map(tuple, shares)), policy="balanced")
 
 
 # -- StreamRL's Algorithm 2: few instances for the predicted long tail, the others for the rest

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist, fmean
 
-from orchestrator.core.dispatch.policies.even import even_longest_first, two_class_max
+from orchestrator.core.dispatch.policies.even import balanced, even_longest_first, two_class_max
 from orchestrator.core.dispatch.policies.problem import GroupLength, Plan, Problem
 from orchestrator.core.dispatch.policies.slicing import by_rate, price, slicing
 
@@ -63,6 +63,8 @@ def scored(problem: Problem) -> Plan:
 
 def candidates(problem: Problem) -> Iterator[Plan]:
     """All but even dispatch. With lengths that are certain there is nothing to inflate."""
+    if waits(problem):
+        yield balanced(problem)
     yield two_class_max(problem)
     inflations = INFLATIONS if any(group.sigma for group in problem.groups) else (0.0,)
     for inflation in inflations:
@@ -70,6 +72,14 @@ def candidates(problem: Problem) -> Iterator[Plan]:
     if problem.train_token_s > 0:
         for lead in LEADS:
             yield slicing(problem, inflations[-1], lead)
+
+
+def waits(problem: Problem) -> bool:
+    """Whether samples of an even share would wait for slots or memory somewhere."""
+    parts = len(problem.instances)
+    samples = math.ceil(sum(group.num_samples for group in problem.groups) / parts)
+    tokens = sum(group.num_samples * group.mean_tokens for group in problem.groups) / parts
+    return any(samples > price(one, problem.prompt_tokens).slots(samples, tokens) for one in problem.instances)
 
 
 class Scorer:

@@ -11,6 +11,7 @@ lengths it plans with and instances of one speed, the last slice ends at most on
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,14 @@ class Pricing:
     def work_s(self, length: float, squared: float) -> float:
         """What a sample adds over its life. length, squared: of its tokens, the mean of each."""
         return length * self.sample_s + self.token_s * (self.prompt_tokens * length + (squared - length) / 2)
+
+    def held_s(self, mean_tokens: float, sigma: float) -> float:
+        """Of an instance without room, what a sample takes: its own work, and its part of slots or memory for as
+        long as it is there. sigma: of its log length."""
+        squared = mean_tokens * mean_tokens * math.exp(sigma * sigma)
+        context = self.prompt_tokens * mean_tokens + squared / 2
+        part = max(mean_tokens / self.max_running, context / self.kv_tokens)
+        return self.work_s(mean_tokens, squared) + self.base_s * part
 
     def end_s(
         self, longest: float, work_s: float, samples: int, tokens: float, *, beyond: float = 0.0, last: float = 0.0
