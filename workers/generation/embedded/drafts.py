@@ -16,7 +16,7 @@ The automaton: Blumer et al. 1985. Its states are at most twice the tokens, so a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -136,7 +136,7 @@ PRIOR = 4.0
 
 class Acceptance:
     """Measured chance that the policy draws what a continuation says, by how long its suffix is and how often it went
-    on so. It is measured at every token, also while nothing is drafted: to see whether a guess comes true costs nothing.
+    on so. It is measured at every token, also while nothing is drafted: whether a guess comes true is seen for free.
     """
 
     def __init__(self) -> None:
@@ -196,8 +196,8 @@ NO_DRAFT = Draft([], [])
 class SaidBefore:
     """Texts of ``max_tokens`` tokens together, of samples that run and of earlier ones.
 
-    The prompts unused for longest are forgotten first. While running samples alone are more than that, nothing is added.
-    A token takes about 0.6 kB.
+    The prompts unused for longest are forgotten first. While those of running samples are more than that, nothing is
+    added. A token takes about 0.6 kB.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -247,11 +247,13 @@ class SaidBefore:
         """The sample has ended; what it said stays."""
         text.of.open -= 1
 
-    def draft(self, text: Text, max_tokens: int) -> Draft:
-        """At most ``max_tokens`` tokens."""
+    def draft(self, text: Text, max_tokens: int, stop_token_ids: Container[int] = ()) -> Draft:
+        """At most ``max_tokens`` tokens, up to one that would end the sample: behind it there is nothing to compute."""
         automaton, state, chance = text.of.automaton, text.state, 1.0
         token_ids, chances = list[int](), list[float]()
         while len(token_ids) < max_tokens and (found := automaton.continued(state)) is not None:
+            if found.token in stop_token_ids:
+                break
             chance *= self.acceptance.chance(found)
             token_ids.append(found.token)
             chances.append(chance)
