@@ -30,7 +30,7 @@ def drafting_of(step_s=flat, max_tokens=8, memory=10_000):
 
 
 def drafted_by(decoder, drafting):
-    decoder._drafting = drafting
+    decoder.drafting = drafting
     return decoder
 
 
@@ -52,7 +52,7 @@ def test_with_drafts_every_sample_is_the_one_without(family, fused, temperature)
     results = run_all(decoder, requests)
     assert ids(results) == ids(plain)
     assert decoder.tokens == sum(len(one.response_ids) for one in results)
-    assert 0 < decoder.drafted
+    assert decoder.drafted > 0
     assert (0 if temperature else 1) <= decoder.accepted <= decoder.drafted
     check_logprobs(model, requests, results)
 

@@ -207,6 +207,10 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     partial_s: Annotated[float, Meta(ge=0)] = (
         1.0  # running samples' tokens are kept so often, all that a kill loses; 0: never; docs/partial-rollouts.md
     )
+    drafts: Annotated[int, Meta(ge=0, le=64)] = (
+        0  # tokens drafted for a sample and step, at most, where they pay; 0: none; docs/drafts.md
+    )
+    draft_memory: AtLeast1 = 200_000  # embedded: tokens of prompts and samples that drafts are found in; 0.1 GB
 
     @property
     def num_workers(self) -> int:

@@ -43,6 +43,7 @@ from transport.process.clock import Clock
 from transport.rows.partial import NOTHING, Beginning, clipped
 from workers.generation.embedded.drafts import NO_DRAFT, Draft, SaidBefore, Text
 from workers.generation.embedded.forward import DecodeRuns, LoadedModel, PromptSegment, SlotKV, StepBatch
+from workers.generation.embedded.step_cost import StepCost, measure_steps
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     NO_STOPS,
@@ -463,13 +464,13 @@ class SlotDecoder:
         weights: WeightIdentity,
         clock: Clock,
         stops: StopStrings = NO_STOPS,
-        drafting: Drafting | None = None,
     ) -> None:
         like = next(iter(model.parameters.values()))
         self.slots, self.max_context, self.vocab_size = slots, model.max_context, model.vocab_size
         self.weights, self._stops = weights, stops
         self.tokens = self.prefill_tokens = self.drafted = self.accepted = 0
-        self._drafting = drafting
+        self.drafting: Drafting | None = None
+        """Whether, from where and how deep samples are drafted that begin from now on; set while none runs."""
         self._forward, self.parameters, self._clock = model.forward, model.parameters, clock
         self._device = like.device
         self._kv = SlotKV(
@@ -494,6 +495,11 @@ class SlotDecoder:
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
+
+    @torch.inference_mode()
+    def measure_steps(self, max_drafted: int) -> StepCost:
+        """What steps take here with so many drafted tokens a sample; before anything runs."""
+        return measure_steps(self._forward, self._kv, self._clock, max_drafted=max_drafted)
 
     def submit(self, request: GenerationRequest) -> list[Result]:
         """Queue a group. A request that can never run comes back at once, as a failure that is not retryable."""
@@ -575,7 +581,7 @@ class SlotDecoder:
 
     def _draft(self, num_decode: int, admitted: Sequence[_Admission]) -> Sequence[Sequence[int]]:
         """What to compute behind the last token of each of the slots [0, num_decode), as far as it pays; none: ()."""
-        if (drafting := self._drafting) is None or not num_decode:
+        if (drafting := self.drafting) is None or not num_decode:
             return ()
         drafts: list[Draft] = []
         for sample in self._running[:num_decode]:
@@ -615,8 +621,8 @@ class SlotDecoder:
         for token_id, logprob, said in zip(token_ids, logprobs, (*draft, None), strict=False):
             sample.add(token_id, logprob, self.weights)
             taken += 1
-            if self._drafting is not None and sample.text is not None:
-                self._drafting.said.add(sample.text, token_id)
+            if self.drafting is not None and sample.text is not None:
+                self.drafting.said.add(sample.text, token_id)
             reason = sample.finish_reason(self._stops)
             if reason is not None or token_id != said or not math.isfinite(logprob):
                 break
@@ -652,9 +658,9 @@ class SlotDecoder:
         begun = group.begun
         generated += len(begun)
         text = None
-        if self._drafting is not None:
+        if self.drafting is not None:
             prompt = request.prompt_ids
-            text = self._drafting.said.begin(prompt.tobytes(), prompt.tolist(), begun.token_ids.tolist())
+            text = self.drafting.said.begin(prompt.tobytes(), prompt.tolist(), begun.token_ids.tolist())
         row = (drawn.temperature, drawn.top_p, drawn.top_k, stream, len(request.prompt_ids), generated, last_token)
         self._table[len(self._running)] = row
         self._running.append(
@@ -764,8 +770,8 @@ class SlotDecoder:
     def _leave(self, slot: int) -> RunningSample:
         """Free ``slot``. The last running sample moves into it, so that slots [0, n) stay the running ones."""
         leaving, last = self._running[slot], self._running.pop()
-        if self._drafting is not None and leaving.text is not None:
-            self._drafting.said.end(leaving.text)
+        if self.drafting is not None and leaving.text is not None:
+            self.drafting.said.end(leaving.text)
         if leaving is not last:
             self._running[slot] = last
             self._kv.move(len(self._running), slot, last.kv_tokens)
