@@ -476,6 +476,7 @@ class EmulatedSettings(Section, frozen=True, kw_only=True):
 
     time_scale: Positive = 1.0  # seconds of ours that one of its seconds takes
     step_s: Positive = 0.02  # a decode step, whatever its size
+    draft_acceptance: Share = 0.55  # with generation.drafts: chance that a drafted token is the one that is drawn
     sample_step_s: NotNegative = 0.0005  # and for each sample in it
     prefill_token_s: NotNegative = 0.0  # a token of a prompt, once for its group
     round_s: NotNegative = 0.05  # forward and backward of a round, whatever its size

@@ -1,6 +1,6 @@
 """What a step takes on this machine by the tokens it computes: measured at the start, where drafts are on.
 
-Owns: which steps are timed, and what is between them. Never: whether a draft pays (``continuous_batching.num_drafted``).
+Owns: which steps are timed, and what is between them. Never: whether a draft pays, which ``num_drafted`` says.
 Source: ours. A fit of ``DecodeCost`` needs a profile; a dozen steps on the slots' own memory, before anything runs
 there, show the same on any device, a knee where small products are badly cut included.
 """
