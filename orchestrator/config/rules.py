@@ -220,6 +220,17 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "generation.server_command generation.engine",
             f"and generation.server_args need generation.engine {A_SERVER}",
         )
+    if s.generation.drafts and s.generation.engine_url:
+        yield (
+            "generation.drafts generation.engine_url",
+            "must be 0 with generation.engine_url: whether that server drafts is said where it is started",
+        )
+    drafted = [one for one in s.generation.server_args if one.startswith("--speculative")]
+    if s.generation.drafts and drafted:
+        yield (
+            "generation.drafts generation.server_args",
+            f"must be 0 with {drafted[0].partition('=')[0]} in generation.server_args: leave out one of them",
+        )
     if s.generation.engine == "vllm" and (s.sampling.top_p != 1 or s.sampling.top_k != 0):
         yield (
             "sampling.top_p sampling.top_k",

@@ -43,7 +43,13 @@ STATUS: dict[str, Any] = {
     "blocked": {"stage": "scoring", "waits_for": "scores", "owner": "score-0.1", "waited_s": 2.0, "still_s": 70.0},
     "queues": {"plans:generate-0.1": 2},
     "workers": [
-        {"worker": "generate-0.1", "kind": "generate", "running": 8, "idle": 0.25, "counters": {"tokens": 70.0}},
+        {
+            "worker": "generate-0.1",
+            "kind": "generate",
+            "running": 8,
+            "idle": 0.25,
+            "counters": {"tokens": 70.0, "drafted_tokens": 12.0, "accepted_tokens": 7.0},
+        },
         {"worker": "train-0.1", "kind": "train", "running": 0, "counters": {}},
     ],
     "last": {"batch": 2, "reward": 0.5, "staleness": 0.5, "loss": float("nan")},
@@ -167,6 +173,8 @@ async def test_metrics_are_prometheus_text(tmp_path: Path):
         'streamrl_workers{kind="generate"} 1.0',
         'streamrl_worker_idle_ratio{worker="generate-0.1"} 0.25',
         'streamrl_worker_tokens_total{worker="generate-0.1"} 70.0',
+        'streamrl_worker_drafted_tokens_total{worker="generate-0.1"} 12.0',
+        'streamrl_worker_accepted_tokens_total{worker="generate-0.1"} 7.0',
     ):
         assert line in lines
 

@@ -480,6 +480,19 @@ def test_out_of_range(argument: str, message: str):
         (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),
         (["generation.engine_url=http://h:1"], 'needs generation.engine "sglang" or "vllm"'),
         (["generation.engine=vllm", "sampling.top_p=0.9"], 'must be 1 and 0 with generation.engine "vllm"'),
+        (["generation.drafts=65"], "generation.drafts"),
+        (
+            ["generation.engine=vllm", "generation.engine_url=http://h:1", "generation.drafts=4"],
+            "must be 0 with generation.engine_url: whether that server drafts",
+        ),
+        (
+            [
+                "generation.engine=sglang",
+                "generation.drafts=4",
+                'generation.server_args=["--speculative-algorithm=EAGLE"]',
+            ],
+            "must be 0 with --speculative-algorithm in generation.server_args",
+        ),
         (['generation.server_command=["x"]'], 'generation.server_args need generation.engine "sglang"'),
         (
             ["generation.engine=sglang", "generation.engine_url=http://h:1", 'generation.server_command=["x"]'],

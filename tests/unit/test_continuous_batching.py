@@ -7,6 +7,8 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from transport.contracts.continuous_batching import (
     HEADROOM_TOKENS,
@@ -16,6 +18,7 @@ from transport.contracts.continuous_batching import (
     Sample,
     cheapest,
     finish_times,
+    num_drafted,
 )
 from transport.contracts.messages import GroupPlan
 from transport.contracts.types import GroupId, PromptId, WeightIdentity
@@ -240,6 +243,43 @@ def test_acceptance_of_0_drafts_nothing_and_of_1_all(acceptance, gain):
     cost = DecodeCost(fixed_s=0.01)
     chosen = cheapest(Drafts(acceptance=acceptance).costs(cost), 1, 0)
     assert cost.step_s(1, 0) / chosen.step_s(1, 0) == pytest.approx(gain)
+
+
+@given(
+    acceptance=st.floats(0, 1),
+    batch=st.integers(1, 40),
+    context=st.integers(0, 100_000),
+    max_tokens=st.integers(0, 8),
+    draft_s=st.sampled_from([0.0, 0.001]),
+    gemm_s=st.sampled_from([0.0, 3e-5, 3e-4]),
+)
+def test_drafts_that_are_all_worth_the_same_are_as_deep_as_in_the_simulator(
+    acceptance, batch, context, max_tokens, draft_s, gemm_s
+):
+    cost = DecodeCost(fixed_s=0.002, weights_s=0.007, gemm_sample_s=gemm_s, sample_s=1e-5, kv_token_s=2e-8)
+    drafts = Drafts(acceptance=acceptance, max_tokens=max_tokens, draft_s=draft_s)
+    costs = drafts.costs(cost)
+    chances = [acceptance**place for place in range(1, max_tokens + 1) for _ in range(batch)]
+    drafted = num_drafted(cost.step_s, batch, context, chances, draft_s=draft_s)
+    assert 0 <= drafted <= len(chances)
+    # The batch's samples need not all be as deep: it is never worse, and better only within one place.
+    tokens = batch + sum(chances[:drafted])
+    a_token_s = (cost.step_s(batch + drafted, context) + (draft_s if drafted else 0)) / tokens
+    same_s = cheapest(costs, batch, context).step_s(batch, context) / batch
+    assert a_token_s <= same_s * (1 + 1e-9)
+    uniform = [num for num in (drafted // batch * batch, -(-drafted // batch) * batch) if num <= len(chances)]
+    rounded = [
+        (cost.step_s(batch + num, context) + (draft_s if num else 0)) / (batch + sum(chances[:num])) for num in uniform
+    ]
+    assert min(rounded) == pytest.approx(same_s, rel=1e-9)
+
+
+def test_of_drafts_that_differ_the_likely_ones_are_verified():
+    cost = DecodeCost(fixed_s=0.01, sample_s=0.002)
+    assert num_drafted(cost.step_s, 4, 0, [0.9, 0.8, 0.1, 0.05]) == 2
+    assert num_drafted(cost.step_s, 400, 0, [0.9, 0.8, 0.1, 0.05]) == 0, "in a large batch a token costs what it gives"
+    assert num_drafted(cost.step_s, 4, 0, []) == 0
+    assert num_drafted(cost.step_s, 4, 0, [1.0], draft_s=1.0) == 0
 
 
 @pytest.mark.parametrize("wrong", [{"acceptance": 1.1}, {"acceptance": -0.1}, {"acceptance": 0.5, "max_tokens": -1}])

@@ -22,8 +22,8 @@ COSTS = EmulatedSettings(time_scale=0.01, step_s=0.02, sample_step_s=0.005, load
 class Engine:
     """An engine as a context, and the results of it."""
 
-    def __init__(self, slots: int, costs: EmulatedSettings = COSTS) -> None:
-        self.engine = EmulatedEngine(costs, slots, MonotonicClock(), weights=OLD)
+    def __init__(self, slots: int, costs: EmulatedSettings = COSTS, drafts: int = 0) -> None:
+        self.engine = EmulatedEngine(costs, slots, MonotonicClock(), weights=OLD, drafts=drafts)
 
     async def __aenter__(self) -> Engine:
         await self.engine.start()
@@ -74,6 +74,20 @@ async def test_a_step_costs_what_its_batch_size_says():
         load = engine.engine.load()
     assert load.busy_s == pytest.approx(0.01 * (10 * (0.02 + 2 * 0.005) + 20 * (0.02 + 0.005)))
     assert load.tokens == 40
+
+
+@pytest.mark.parametrize(("acceptance", "tokens_a_step"), [(0.0, 1), (0.5, 1.5), (1.0, 2)])
+async def test_drafts_shorten_the_tail_as_in_the_simulator(acceptance: float, tokens_a_step: float):
+    """One drafted token of a sample that decodes alone: taken where its chance is worth more than a row costs."""
+    costs = EmulatedSettings(time_scale=0.01, step_s=0.02, sample_step_s=0.02, load_s=0.0, draft_acceptance=acceptance)
+    async with Engine(slots=1, costs=costs, drafts=1) as engine:
+        engine.submit(0, 40)
+        (result,) = await engine.results(1)
+        busy_s = engine.engine.load().busy_s
+    assert isinstance(result, Completion)
+    assert len(result.response_ids) == 40
+    a_token_s = min(0.04, 0.06 / tokens_a_step)
+    assert busy_s == pytest.approx(0.01 * 40 * a_token_s)
 
 
 async def test_a_slot_that_falls_free_is_filled_at_once_by_priority():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickletools
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,12 @@ from transport.tensors.base import Deadline, parse_address
 from transport.tensors.shm import ShmReader
 from workers.errors import ModelError
 from workers.generation.engine import GenerationRequest
-from workers.generation.server.client import Chunk, ServedSpan
+from workers.generation.server.client import Chunk, ServedSpan, ServerSettings
 from workers.generation.server.loader import LoadOrder, LoadResult, from_name, read_result, result_numbers, to_payload
 from workers.generation.server.sender import BadAnswerError, SampleQueue, SentSample, completion, sample_request
+from workers.generation.server.sglang import SGLANG
 from workers.generation.server.upkeep import hold
+from workers.generation.server.vllm import VLLM
 from workers.models import model_facts
 from workers.weights.pull import WeightPuller
 
@@ -37,6 +40,18 @@ def request(group: str, *, samples: int = 2, priority: float = 0.0, limits: tupl
         priority=priority,
         limits=limits,
     )
+
+
+def test_servers_of_our_own_are_told_to_draft_and_how_deep():
+    settings = ServerSettings(directory=Path("/m"), log=Path("/l"))
+    for kind in (SGLANG, VLLM):
+        assert not any("speculative" in argument for argument in kind.arguments(settings))
+    drafting = replace(settings, drafts=6)
+    sglang, vllm = SGLANG.arguments(drafting), VLLM.arguments(drafting)
+    assert sglang[sglang.index("--speculative-algorithm") + 1] == "NGRAM"
+    assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == "7", "the last drawn one is verified, too"
+    told = msgspec.json.decode(vllm[vllm.index("--speculative-config") + 1])
+    assert (told["method"], told["num_speculative_tokens"]) == ("ngram", 6)
 
 
 def queue(*requests: GenerationRequest) -> SampleQueue:

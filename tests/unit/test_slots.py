@@ -326,7 +326,7 @@ def test_kv_memory_grows_with_the_longest_sample_and_is_bounded():
     kv = SlotKV(shape, slots=3, max_tokens=300, dtype=torch.float32, device=torch.device("cpu"))
     assert kv.capacity == FIRST_CAPACITY
     keys, values = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
-    kv.append(1, torch.tensor([5, 5, 5]), keys, values)
+    kv.append(1, torch.arange(3), torch.tensor([5, 5, 5]), keys, values)
     kv.reserve(FIRST_CAPACITY + 1, 3)
     live_keys, live_values = kv.live(1, 3, 6)
     assert torch.equal(live_keys[..., 5], keys)

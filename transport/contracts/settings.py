@@ -227,6 +227,10 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     partial_s: Annotated[float, Meta(ge=0)] = (
         1.0  # running samples' tokens are kept so often, all that a kill loses; 0: never; docs/partial-rollouts.md
     )
+    drafts: Annotated[int, Meta(ge=0, le=64)] = (
+        0  # tokens drafted for a sample and step, at most, where they pay; 0: none; docs/drafts.md
+    )
+    draft_memory: AtLeast1 = 200_000  # embedded: tokens of prompts and samples that drafts are found in; 0.1 GB
 
     @property
     def num_workers(self) -> int:
@@ -510,6 +514,7 @@ class EmulatedSettings(Section, frozen=True, kw_only=True):
 
     time_scale: Positive = 1.0  # seconds of ours that one of its seconds takes
     step_s: Positive = 0.02  # a decode step, whatever its size
+    draft_acceptance: Share = 0.55  # with generation.drafts: chance that a drafted token is the one that is drawn
     sample_step_s: NotNegative = 0.0005  # and for each sample in it
     prefill_token_s: NotNegative = 0.0  # a token of a prompt, once for its group
     round_s: NotNegative = 0.05  # forward and backward of a round, whatever its size

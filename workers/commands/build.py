@@ -257,7 +257,7 @@ def engine_of(
     if generation.engine == "emulated":
         from workers.generation.emulated import EmulatedEngine
 
-        return EmulatedEngine(settings.emulated, generation.slots, clock)
+        return EmulatedEngine(settings.emulated, generation.slots, clock, drafts=generation.drafts)
     if generation.engine == "embedded":
         from workers.generation.embedded.engine import EmbeddedEngine
 
@@ -279,6 +279,7 @@ def engine_of(
         dtype=generation.dtype,
         max_context=generation.max_context,
         keeps_partial=generation.partial_s > 0,
+        drafts=generation.drafts,
         trust_remote_code=trust_remote_code,
         startup_s=settings.liveness.startup_s,
         silence_s=generation.server_silence_s,

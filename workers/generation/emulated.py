@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Sample
+from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Drafts, Sample
 from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
@@ -59,8 +59,15 @@ class EmulatedEngine:
     """A GenerationEngine (engine.py). slots: samples decoded together.  weights: served from the start."""
 
     def __init__(
-        self, costs: EmulatedSettings, slots: int, clock: Clock, *, weights: WeightIdentity = BASE_WEIGHTS
+        self,
+        costs: EmulatedSettings,
+        slots: int,
+        clock: Clock,
+        *,
+        weights: WeightIdentity = BASE_WEIGHTS,
+        drafts: int = 0,
     ) -> None:
+        """drafts: tokens drafted for a sample and step, at most, as deep as it pays."""
         scale = costs.time_scale
         self._cost = DecodeCost(
             fixed_s=costs.step_s * scale,
@@ -70,6 +77,9 @@ class EmulatedEngine:
         self._load_s = costs.load_s * scale
         self._clock = clock
         self._batching = ContinuousBatching[GenerationRequest](self._cost, slots)
+        if drafts:
+            drafting = Drafts(acceptance=costs.draft_acceptance, max_tokens=drafts)
+            self._batching.drafted = drafting.costs(self._cost)
         self._batching.serve(weights)
         self._due_s, self._due_steps = math.inf, 0
         self._aborted: set[tuple[GroupId, int]] = set()

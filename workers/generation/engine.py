@@ -246,7 +246,8 @@ class EngineInfo:
 class EngineLoad:
     """running, waiting: samples.  busy_s: seconds spent computing.  tokens: generated so far (all samples).
     capacity: samples that fit now, where memory is shorter than slots; 0: all slots.  cached_tokens: of prompts, taken
-    from a cache so far.  kv_use: part of the KV memory in use, 0 to 1.
+    from a cache so far.  kv_use: part of the KV memory in use, 0 to 1.  drafted_tokens: computed so far because a draft
+    said so.  accepted_tokens: those of them that were drawn.
     """
 
     running: int
@@ -256,6 +257,8 @@ class EngineLoad:
     capacity: int = 0
     cached_tokens: int = 0
     kv_use: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class GenerationEngine(Protocol):

@@ -374,6 +374,8 @@ class GenerationWorker:
                 "samples": float(self._samples),
                 "tokens": float(load.tokens),
                 "cached_tokens": float(load.cached_tokens),
+                "drafted_tokens": float(load.drafted_tokens),
+                "accepted_tokens": float(load.accepted_tokens),
             },
             kv_use=load.kv_use,
             way=self._updates.way,

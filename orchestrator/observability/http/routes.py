@@ -216,6 +216,13 @@ def _requests(num_requests: int, open_ones: Collection[Mapping[str, float]]) -> 
     yield _labelled("streamrl_request_samples", text, "are", sums)
 
 
+WORKER_COUNTERS = {
+    "tokens": "Tokens since the worker started.",
+    "drafted_tokens": "Tokens that a draft said would come, and that were computed, since the worker started.",
+    "accepted_tokens": "Those of them that the policy drew.",
+}
+
+
 def _workers(workers: list[Mapping[str, Any]]) -> Iterator[Metric]:
     kinds = Counter(worker["kind"] for worker in workers)
     yield _labelled("streamrl_workers", "Live workers by kind.", "kind", kinds)
@@ -223,11 +230,12 @@ def _workers(workers: list[Mapping[str, Any]]) -> Iterator[Metric]:
     yield _labelled("streamrl_worker_idle_ratio", "Share of the last 10 s without work.", "worker", idle)
     running = {worker["worker"]: worker["running"] for worker in workers}
     yield _labelled("streamrl_worker_running_samples", "Samples that a worker decodes now.", "worker", running)
-    tokens = CounterMetricFamily("streamrl_worker_tokens", "Tokens since the worker started.", labels=["worker"])
-    for worker in workers:
-        if "tokens" in worker["counters"]:
-            tokens.add_metric([worker["worker"]], worker["counters"]["tokens"])
-    yield tokens
+    for counter, text in WORKER_COUNTERS.items():
+        family = CounterMetricFamily(f"streamrl_worker_{counter}", text, labels=["worker"])
+        for worker in workers:
+            if counter in worker["counters"]:
+                family.add_metric([worker["worker"]], worker["counters"][counter])
+        yield family
 
 
 def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:

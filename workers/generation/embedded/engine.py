@@ -30,10 +30,12 @@ from transport.contracts.types import GroupId, WeightIdentity
 from transport.process.clock import Clock
 from transport.process.logs import get_logger
 from workers.errors import EngineHungError, ModelError, StreamError
+from workers.generation.embedded.drafts import SaidBefore
 from workers.generation.embedded.forward import FusedForward, LoadedModel, ModuleForward, can_fuse
-from workers.generation.embedded.slots import SlotDecoder
+from workers.generation.embedded.slots import Drafting, SlotDecoder
 from workers.generation.engine import (
     BASE_WEIGHTS,
+    NO_STOPS,
     Completion,
     EngineInfo,
     EngineLoad,
@@ -128,6 +130,27 @@ def check_memory(model: LoadedModel, slots: int) -> None:
         )
 
 
+def make_decoder(
+    model: LoadedModel,
+    *,
+    slots: int,
+    clock: Clock,
+    stops: StopStrings = NO_STOPS,
+    drafts: int = 0,
+    draft_memory: int = 0,
+) -> SlotDecoder:
+    """drafts: tokens drafted for a sample and step, at most; where there are any, steps are timed first."""
+    decoder = SlotDecoder(model, slots=slots, weights=BASE_WEIGHTS, clock=clock, stops=stops)
+    if drafts:
+        started_s = clock.now_s()
+        step_s = decoder.measure_steps(drafts)
+        decoder.drafting = Drafting(said=SaidBefore(draft_memory), max_tokens=drafts, step_s=step_s)
+        took_s = clock.now_s() - started_s
+        shown = {int(size): round(1000 * s, 2) for size, s in zip(step_s.tokens, step_s.seconds, strict=True)}
+        log.info("drafts: steps timed", took_s=round(took_s, 2), ms_by_tokens=shown)
+    return decoder
+
+
 class EmbeddedEngine:
     """A GenerationEngine (engine.py). ``start`` before anything else, ``close`` at the end, also after an error."""
 
@@ -219,6 +242,8 @@ class EmbeddedEngine:
             busy_s=self._busy_s,
             tokens=self._decoder.tokens if self._decoder else 0,
             cached_tokens=self._decoder.reused_tokens if self._decoder else 0,
+            drafted_tokens=self._decoder.drafted if self._decoder else 0,
+            accepted_tokens=self._decoder.accepted if self._decoder else 0,
         )
 
     async def close(self) -> None:
@@ -271,7 +296,14 @@ class EmbeddedEngine:
         )
         check_memory(model, settings.slots)
         stops = StopStrings.of(self._directory, settings.stop)
-        return SlotDecoder(model, slots=settings.slots, weights=BASE_WEIGHTS, clock=self._clock, stops=stops)
+        return make_decoder(
+            model,
+            slots=settings.slots,
+            clock=self._clock,
+            stops=stops,
+            drafts=settings.drafts,
+            draft_memory=settings.draft_memory,
+        )
 
     def _serve(self, decoder: SlotDecoder, loop: asyncio.AbstractEventLoop) -> None:
         """Step while there is work, sleep on the inbox while there is none; returns on close."""

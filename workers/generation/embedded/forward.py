@@ -84,11 +84,12 @@ class SlotKV:
                 layers[layer] = self._zeros(transposed=transposed)
                 layers[layer][:num_slots, :, :old] = memory[:num_slots, :, :old]
 
-    def append(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one token into each of the slots [0, n). positions: [n].  keys, values: [n, H, D]."""
-        rows = torch.arange(positions.shape[0], device=positions.device)
-        self.keys[layer][rows, :, positions] = keys
-        self.values[layer][rows, :, positions] = values
+    def append(
+        self, layer: int, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write tokens into their slots. slots, positions: [R].  keys, values: [R, H, D]."""
+        self.keys[layer][slots, :, positions] = keys
+        self.values[layer][slots, :, positions] = values
 
     def fill(self, layer: int, slots: slice, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a prompt into all of ``slots``. keys, values: [P, H, D]."""
@@ -135,12 +136,37 @@ class PromptSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRuns:
+    """Which decode tokens are of which running slot, where some slots have several, one after another.
+
+    slots: [R] of each token.  rows: [n, W] tokens of each slot, its last one repeated where it has fewer than W.
+    places: [R] of each token in ``rows``, flat.
+    """
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+
+    @staticmethod
+    def of(widths: torch.Tensor) -> DecodeRuns:
+        """widths: [n] int64 tokens of each slot, each >= 1."""
+        n, width = len(widths), int(widths.max())
+        within = torch.minimum(torch.arange(width, device=widths.device), widths[:, None] - 1)
+        slots = torch.repeat_interleave(torch.arange(n, device=widths.device), widths)
+        starts = widths.cumsum(0) - widths
+        places = slots * width + torch.arange(len(slots), device=widths.device) - starts[slots]
+        return DecodeRuns(slots=slots, rows=starts[:, None] + within, places=places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """What one step computes.
 
-    token_ids: [N] int64: one token for each of the slots [0, num_decode), then the prompts one after another.
+    token_ids: [N] int64: tokens of the running slots, one after another, then the prompts.
     positions: [N] int64, of each token in its sample.
-    max_tokens: longest sample of the decode part, its new token included.
+    num_decode: R, tokens of the running slots.
+    max_tokens: longest sample of the decode part, its new tokens included.
+    runs: None: one token for each of the slots [0, R).
     """
 
     token_ids: torch.Tensor
@@ -148,6 +174,17 @@ class StepBatch:
     num_decode: int
     max_tokens: int
     prompts: Sequence[PromptSegment]
+    runs: DecodeRuns | None = None
+
+    @property
+    def decode_slots(self) -> torch.Tensor:
+        """[R] slot of each decode token."""
+        return self.runs.slots if self.runs else torch.arange(self.num_decode, device=self.positions.device)
+
+    @property
+    def num_slots(self) -> int:
+        """n, running slots that decode."""
+        return len(self.runs.rows) if self.runs else self.num_decode
 
 
 class Forward(Protocol):
@@ -248,11 +285,7 @@ class FusedForward:
     def run(self, batch: StepBatch, kv: SlotKV) -> torch.Tensor:
         hidden = F.embedding(batch.token_ids, self._embedding)
         rope = partial(_rotate, self._cos[batch.positions], self._sin[batch.positions])
-        # What lies beyond each sample's length: [n * H, 1, T] in the model's dtype, 0 or -inf.
-        tokens = -(-batch.max_tokens // LIVE_MULTIPLE) * LIVE_MULTIPLE
-        outside = torch.arange(tokens, device=hidden.device) > batch.positions[: batch.num_decode, None]
-        mask = torch.zeros(outside.shape, dtype=self._embedding.dtype, device=hidden.device)
-        mask = mask.masked_fill_(outside, -torch.inf).repeat_interleave(self._kv_heads, dim=0)[:, None]
+        mask = self._mask(batch)
         for index, layer in enumerate(self._layers):
             hidden = hidden + layer.out(self._attend(index, layer, layer.input_norm(hidden), rope, mask, batch, kv))
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
@@ -261,6 +294,19 @@ class FusedForward:
             rows = [*range(batch.num_decode), *(prompt.stop - 1 for prompt in batch.prompts)]
             hidden = hidden[torch.tensor(rows, device=hidden.device)]
         return self._lm_head(self._norm(hidden))
+
+    def _mask(self, batch: StepBatch) -> torch.Tensor:
+        """What lies beyond each decode token: [n * H, 1 or W * G, T] in the model's dtype, 0 or -inf."""
+        positions, kv_heads = batch.positions[: batch.num_decode], self._kv_heads
+        tokens = -(-batch.max_tokens // LIVE_MULTIPLE) * LIVE_MULTIPLE
+        outside = torch.arange(tokens, device=positions.device) > positions[:, None]
+        mask = torch.zeros(outside.shape, dtype=self._embedding.dtype, device=positions.device)
+        mask = mask.masked_fill_(outside, -torch.inf)
+        if batch.runs is None:
+            return mask.repeat_interleave(kv_heads, dim=0)[:, None]
+        n, width = batch.runs.rows.shape
+        each = mask[batch.runs.rows][:, None, :, None].expand(n, kv_heads, width, self._heads // kv_heads, tokens)
+        return each.reshape(n * kv_heads, -1, tokens)
 
     def _attend(
         self,
@@ -283,8 +329,12 @@ class FusedForward:
         n = batch.num_decode
         parts: list[torch.Tensor] = []
         if n:
-            kv.append(index, batch.positions[:n], key[:n], value[:n])
-            parts.append(self._attend_decode(index, query[:n], mask, kv))
+            kv.append(index, batch.decode_slots, batch.positions[:n], key[:n], value[:n])
+            if batch.runs is None:
+                parts.append(self._attend_decode(index, query[:n, None], mask, kv))
+            else:
+                padded = self._attend_decode(index, query[batch.runs.rows], mask, kv)
+                parts.append(padded[batch.runs.places])
         for prompt in batch.prompts:
             rows = slice(prompt.start, prompt.stop)
             kv.fill(index, prompt.slots, key[rows], value[rows])
@@ -292,13 +342,16 @@ class FusedForward:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_decode(self, index: int, query: torch.Tensor, mask: torch.Tensor, kv: SlotKV) -> torch.Tensor:
-        """query: [n, heads, D].  mask: [n * H, 1, T], 0 or -inf.  Returns [n, heads * D]."""
-        n, tokens = query.shape[0], mask.shape[-1]
+        """query: [n, W, heads, D].  mask: as of ``_mask``.  Returns [n * W, heads * D]."""
+        n, width, tokens = query.shape[0], query.shape[1], mask.shape[-1]
         keys, values = kv.live(index, n, tokens)
-        # Query heads that share a key head are the rows of one product: no key is repeated.
-        grouped = query.reshape(n * self._kv_heads, -1, self._head_dim)
-        scores = torch.baddbmm(mask, grouped, keys.flatten(0, 1), alpha=self._scale)
-        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(n, -1)
+        # A slot's tokens, and query heads that share a key head, are the rows of one product: no key is repeated.
+        grouped = query.view(n, width, self._kv_heads, -1, self._head_dim).transpose(1, 2)
+        scores = torch.baddbmm(
+            mask, grouped.reshape(n * self._kv_heads, -1, self._head_dim), keys.flatten(0, 1), alpha=self._scale
+        )
+        attended = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
+        return attended.view(n, self._kv_heads, width, -1).transpose(1, 2).reshape(n * width, -1)
 
     def _attend_prompt(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query: [P, heads, D].  key, value: [P, H, D].  Returns [P, heads * D]."""
@@ -360,7 +413,7 @@ class ModuleForward:
         n = batch.num_decode
         logits: list[torch.Tensor] = []
         if n:
-            logits.append(self._decode(batch.token_ids[:n], batch.positions[:n], batch.max_tokens, kv))
+            logits.append(self._decode(batch, kv))
         for prompt in batch.prompts:
             cache = DynamicCache(config=self._model.config)
             ids = batch.token_ids[None, prompt.start : prompt.stop]
@@ -370,13 +423,15 @@ class ModuleForward:
                 kv.fill(index, prompt.slots, layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
         return torch.cat(logits)
 
-    def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, tokens: int, kv: SlotKV) -> torch.Tensor:
-        inside = torch.arange(tokens, device=positions.device) <= positions[:, None]
+    def _decode(self, batch: StepBatch, kv: SlotKV) -> torch.Tensor:
+        """Every token is a row of the module's batch, also where several are of one slot."""
+        positions = batch.positions[: batch.num_decode]
+        inside = torch.arange(batch.max_tokens, device=positions.device) <= positions[:, None]
         out = self._model(
-            input_ids=token_ids[:, None],
+            input_ids=batch.token_ids[: batch.num_decode, None],
             position_ids=positions[:, None],
             attention_mask=inside[:, None, None],  # 4-D: transformers passes it on as it is
-            **{self._cache_argument: _SlotCache(kv, positions, tokens)},
+            **{self._cache_argument: _SlotCache(kv, batch)},
             use_cache=True,
         )
         return out.logits[:, -1]
@@ -390,17 +445,20 @@ def cache_argument(model: PreTrainedModel) -> str:
 class _SlotCache(Cache):
     """The running slots as the module sees its cache: each row has its own length."""
 
-    def __init__(self, kv: SlotKV, positions: torch.Tensor, tokens: int) -> None:
+    def __init__(self, kv: SlotKV, batch: StepBatch) -> None:
         super().__init__(layers=[])
-        self._kv, self._positions, self._tokens = kv, positions, tokens
+        self._kv, self._batch = kv, batch
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new token, [n, H, 1, D] each; return all tokens of the running slots, [n, H, T, D] each."""
-        self._kv.append(layer_idx, self._positions, key_states[:, :, 0], value_states[:, :, 0])
-        keys, values = self._kv.live(layer_idx, self._positions.shape[0], self._tokens)
-        return keys.transpose(2, 3), values
+        """Write the new tokens, [R, H, 1, D] each; return all tokens of each one's slot, [R, H, T, D] each."""
+        batch = self._batch
+        positions = batch.positions[: batch.num_decode]
+        self._kv.append(layer_idx, batch.decode_slots, positions, key_states[:, :, 0], value_states[:, :, 0])
+        keys, values = self._kv.live(layer_idx, batch.num_slots, batch.max_tokens)
+        keys = keys.transpose(2, 3)
+        return (keys, values) if batch.runs is None else (keys[batch.runs.slots], values[batch.runs.slots])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._tokens - 1
+        return self._batch.max_tokens - 1

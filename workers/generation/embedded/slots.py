@@ -10,6 +10,11 @@ remains of a neighbour is the rounding of a GEMM of another shape.
                            │ the prompt of a new group is computed once and written to all its slots
                            └ if they were too few, it is kept for the group's other samples
 
+Where ``Drafting`` says so, a slot computes several tokens in one pass: its last one, and what a draft says comes after
+it. Each is drawn as ever, from the policy's logits with the number of its position, and while it is what the draft
+said, the logits behind it count, too. What was computed behind the first other token is overwritten by the next steps.
+So a sample gets the tokens that it gets without drafts, sooner.
+
 A turn that may be continued (``GenerationRequest.keep``) leaves its KV behind when it frees its slot. The sample's next
 turn takes it again under the same weights, and what was added since is fed token by token beside the others' steps: as
 much arithmetic as its prefill, no pass of its own, and nothing of what was there before.
@@ -22,6 +27,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,10 +37,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from transport.contracts.continuous_batching import num_drafted
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
 from transport.rows.partial import NOTHING, Beginning, clipped
-from workers.generation.embedded.forward import LoadedModel, PromptSegment, SlotKV, StepBatch
+from workers.generation.embedded.drafts import NO_DRAFT, Draft, SaidBefore, Text
+from workers.generation.embedded.forward import DecodeRuns, LoadedModel, PromptSegment, SlotKV, StepBatch
+from workers.generation.embedded.step_cost import StepCost, measure_steps
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     NO_STOPS,
@@ -305,7 +315,7 @@ class KeptTurns:
 class RunningSample:
     """One sample in a slot. limit: new tokens.  spans: (first token, weights), one more at each change of weights.
     weights: at its admission.  unfed: last tokens of its prompt that no step has computed yet.  resumed: tokens that it
-    went on from.
+    went on from.  text: where drafts for it are looked up.
     """
 
     request: GenerationRequest
@@ -316,9 +326,15 @@ class RunningSample:
     weights: WeightIdentity
     unfed: int = 0
     resumed: int = 0
+    text: Text | None = None
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[tuple[int, WeightIdentity]] = field(default_factory=list[tuple[int, WeightIdentity]])
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Those that end it."""
+        return () if self.request.sampling.ignore_eos else self.request.sampling.stop_token_ids
 
     @property
     def kv_tokens(self) -> int:
@@ -335,7 +351,7 @@ class RunningSample:
         """Why its last token ends it; None when it goes on."""
         sampling, before = self.request.sampling, len(self.token_ids) - 1
         if not sampling.ignore_eos and (
-            self.token_ids[-1] in sampling.stop_token_ids
+            self.token_ids[-1] in self.stop_token_ids
             or stops.end(self.token_ids, before)
             or self.request.stops.end(self.token_ids, before)
         ):
@@ -389,6 +405,17 @@ SLOT = np.dtype(
 """What a step needs to know of a slot."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """max_tokens: drafted for a sample and step, at most.  step_s: seconds of a step by (tokens computed, context
+    tokens of all slots, each as long as the longest).
+    """
+
+    said: SaidBefore
+    max_tokens: int
+    step_s: Callable[[float, float], float]
+
+
 @dataclass(frozen=True, slots=True)
 class _Admission:
     """Samples of ``group`` that enter ``slots`` in this step."""
@@ -401,11 +428,32 @@ class _Admission:
         return self.slots.stop - self.slots.start
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of the logits of a step. widths, starts: [n] how many a slot has, and its first.  slots, places: [R] whose
+    each is, and its place there.
+    """
+
+    widths: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+    @staticmethod
+    def of(num_slots: int, drafts: Sequence[Sequence[int]]) -> _Rows:
+        """drafts: of the first slots."""
+        widths = np.array([1 + len(draft) for draft in drafts] + [1] * (num_slots - len(drafts)), np.int64)
+        starts = widths.cumsum() - widths
+        slots = np.repeat(np.arange(num_slots), widths)
+        return _Rows(widths, starts, slots, np.arange(len(slots)) - starts[slots])
+
+
 class SlotDecoder:
     """``slots`` samples at once over one model. Not thread-safe: one thread calls everything.
 
     weights: the identity of what the model's parameters hold; ``load_weights`` writes into them.
     tokens: drawn so far, of all samples.  prefill_tokens: of prompts, computed so far; a kept prompt costs none.
+    drafted: tokens that were computed because a draft said so.  accepted: those of them that the policy drew.
     """
 
     def __init__(
@@ -420,7 +468,9 @@ class SlotDecoder:
         like = next(iter(model.parameters.values()))
         self.slots, self.max_context, self.vocab_size = slots, model.max_context, model.vocab_size
         self.weights, self._stops = weights, stops
-        self.tokens = self.prefill_tokens = 0
+        self.tokens = self.prefill_tokens = self.drafted = self.accepted = 0
+        self.drafting: Drafting | None = None
+        """Whether, from where and how deep samples are drafted that begin from now on; set while none runs."""
         self._forward, self.parameters, self._clock = model.forward, model.parameters, clock
         self._device = like.device
         self._kv = SlotKV(
@@ -445,6 +495,11 @@ class SlotDecoder:
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
+
+    @torch.inference_mode()
+    def measure_steps(self, max_drafted: int) -> StepCost:
+        """What steps take here with so many drafted tokens a sample; before anything runs."""
+        return measure_steps(self._forward, self._kv, self._clock, max_drafted=max_drafted)
 
     def submit(self, request: GenerationRequest) -> list[Result]:
         """Queue a group. A request that can never run comes back at once, as a failure that is not retryable."""
@@ -498,34 +553,87 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def step(self) -> list[Result]:
-        """Admit what fits, draw one token for every running sample, and return those that ended."""
+        """Admit what fits, draw a token for every running sample, or several, and return those that ended."""
         self._continue()
         num_decode = len(self._running)
         admitted = self._admit()
         if not self._running:
             return []
-        logits = self._compute(num_decode, admitted)
-        running = self._table[: len(self._running)]
+        drafts = self._draft(num_decode, admitted)
+        rows = _Rows.of(len(self._running), drafts)
+        logits = self._compute(num_decode, rows, drafts, admitted)
+        slots = self._table[rows.slots]
         draw = Draw(
-            temperature=running["temperature"],
-            top_p=running["top_p"],
-            top_k=running["top_k"],
-            uniforms=uniforms(running["stream"], running["generated"]),
+            temperature=slots["temperature"],
+            top_p=slots["top_p"],
+            top_k=slots["top_k"],
+            uniforms=uniforms(slots["stream"], slots["generated"] + rows.places),
         )
-        token_ids, logprobs = sample_tokens(logits, draw)
-        running["last_token"] = token_ids
-        running["generated"] += 1
-        for slot, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True)):
-            sample = self._running[slot]
-            sample.unfed = max(0, sample.unfed - 1)
-            if sample.unfed:  # what was drawn is not its next token: that is in its prompt
-                running["last_token"][slot] = sample.request.prompt_ids[-sample.unfed]
-            else:
-                self.tokens += 1
-                sample.add(token_id, logprob, self.weights)
-                if (tell := sample.request.on_tokens) is not None:
-                    self.told.append(partial(tell, len(sample.token_ids) - 1, (token_id,), (logprob,)))
-        return self._hand_out(np.isfinite(logprobs).tolist())
+        token_ids, logprobs = (drawn.tolist() for drawn in sample_tokens(logits, draw))
+        reasons: list[FinishReason | None] = []
+        finite: list[bool] = []
+        for slot, first in enumerate(rows.starts.tolist()):
+            draft = drafts[slot] if slot < len(drafts) else ()
+            taken, reason = self._take(slot, token_ids[first:], logprobs[first:], draft)
+            reasons.append(reason)
+            finite.append(math.isfinite(logprobs[first + taken - 1]))
+        return self._hand_out(reasons, finite)
+
+    def _draft(self, num_decode: int, admitted: Sequence[_Admission]) -> Sequence[Sequence[int]]:
+        """What to compute behind the last token of each of the slots [0, num_decode), as far as it pays; none: ()."""
+        if (drafting := self.drafting) is None or not num_decode:
+            return ()
+        drafts: list[Draft] = []
+        for sample in self._running[:num_decode]:
+            left = sample.limit - len(sample.token_ids) - 1  # the last token is never computed
+            most = 0 if sample.unfed else min(drafting.max_tokens, left)
+            drafts.append(drafting.said.draft(sample.text, most, sample.stop_token_ids) if sample.text else NO_DRAFT)
+        worth = sorted(((chance, slot) for slot, one in enumerate(drafts) for chance in one.chances), reverse=True)
+        if not worth:
+            return ()
+        prompts = sum(one.group.input_tokens for one in admitted if one.group.kept is None)
+        longest = max(sample.kv_tokens for sample in self._running[:num_decode]) + 1
+        count = num_drafted(
+            lambda tokens, context: drafting.step_s(tokens + prompts, context),
+            num_decode,
+            num_decode * longest,
+            [chance for chance, _ in worth],
+        )
+        if not count:
+            return ()
+        self.drafted += count
+        depths = Counter(slot for _, slot in worth[:count])
+        return [one.token_ids[: depths[slot]] for slot, one in enumerate(drafts)]
+
+    def _take(
+        self, slot: int, token_ids: Sequence[int], logprobs: Sequence[float], draft: Sequence[int]
+    ) -> tuple[int, FinishReason | None]:
+        """A slot's sample gets what was drawn for it, while that is what its draft said. Returns how many tokens, and
+        why the last of them ends it.
+        """
+        sample, row = self._running[slot], self._table[slot]
+        sample.unfed = max(0, sample.unfed - 1)
+        if sample.unfed:  # what was drawn is not its next token: that is in its prompt
+            row["last_token"] = sample.request.prompt_ids[-sample.unfed]
+            row["generated"] += 1
+            return 1, None
+        taken, reason = 0, None
+        for token_id, logprob, said in zip(token_ids, logprobs, (*draft, None), strict=False):
+            sample.add(token_id, logprob, self.weights)
+            taken += 1
+            if self.drafting is not None and sample.text is not None:
+                self.drafting.said.add(sample.text, token_id)
+            reason = sample.finish_reason(self._stops)
+            if reason is not None or token_id != said or not math.isfinite(logprob):
+                break
+        row["last_token"] = token_ids[taken - 1]
+        row["generated"] += taken
+        self.tokens += taken
+        self.accepted += taken - 1
+        if (tell := sample.request.on_tokens) is not None:
+            first = len(sample.token_ids) - taken
+            self.told.append(partial(tell, first, tuple(token_ids[:taken]), tuple(logprobs[:taken])))
+        return taken, reason
 
     def _continue(self) -> None:
         """Give free slots to waiting turns whose beginning is kept; what is behind it is fed by the next steps."""
@@ -549,6 +657,10 @@ class SlotDecoder:
         drawn, stream = request.sampling, stream_key(request.sampling.seed, sample)
         begun = group.begun
         generated += len(begun)
+        text = None
+        if self.drafting is not None:
+            prompt = request.prompt_ids
+            text = self.drafting.said.begin(prompt.tobytes(), prompt.tolist(), begun.token_ids.tolist())
         row = (drawn.temperature, drawn.top_p, drawn.top_k, stream, len(request.prompt_ids), generated, last_token)
         self._table[len(self._running)] = row
         self._running.append(
@@ -561,6 +673,7 @@ class SlotDecoder:
                 weights=self.weights,
                 unfed=unfed,
                 resumed=len(begun),
+                text=text,
                 token_ids=begun.token_ids.tolist(),
                 logprobs=begun.logprobs.tolist(),
                 spans=[(span.start, span.weights) for span in begun.spans],
@@ -581,11 +694,13 @@ class SlotDecoder:
             admitted.append(_Admission(group, slice(first, len(self._running))))
         return admitted
 
-    def _compute(self, num_decode: int, admitted: Sequence[_Admission]) -> torch.Tensor:
-        """One forward pass. Returns the logits of every running sample, [n, V], in the order of the slots."""
+    def _compute(
+        self, num_decode: int, rows: _Rows, drafts: Sequence[Sequence[int]], admitted: Sequence[_Admission]
+    ) -> torch.Tensor:
+        """One forward pass. Returns the logits of every running sample, and of its draft, in the order of ``rows``."""
         kept = [admission for admission in admitted if admission.group.kept is not None]
         fresh = [admission for admission in admitted if admission.group.kept is None]
-        batch = self._batch(num_decode, fresh)
+        batch = self._batch(num_decode, rows, drafts, fresh)
         prompts = [admission.group.input_tokens for admission in admitted]
         self._kv.reserve(max(batch.max_tokens, *prompts, 0), num_decode)
         # Only the started group can have a kept prompt, and it is admitted first: its slots precede the fresh ones.
@@ -600,40 +715,46 @@ class SlotDecoder:
         logits = self._forward.run(batch, self._kv)
         if not admitted:
             return logits
-        for row, admission in enumerate(fresh, start=num_decode):
+        for row, admission in enumerate(fresh, start=batch.num_decode):
             group, of_prompt = admission.group, logits[row : row + 1]
             parts.append(of_prompt.expand(admission.count, -1))
             if group.samples:  # they are still without a slot
                 kv = self._kv.copy_prompt(admission.slots.start, len(group.request.prompt_ids))
                 group.kept = kv, of_prompt.clone()
-        return torch.cat([logits[:num_decode], *parts])
+        return torch.cat([logits[: batch.num_decode], *parts])
 
-    def _batch(self, num_decode: int, fresh: Sequence[_Admission]) -> StepBatch:
-        running = self._table[:num_decode]
-        positions = running["prompt_tokens"] + running["generated"] - 1
-        tokens, places, segments, start = [running["last_token"]], [positions], list[PromptSegment](), num_decode
+    def _batch(
+        self, num_decode: int, rows: _Rows, drafts: Sequence[Sequence[int]], fresh: Sequence[_Admission]
+    ) -> StepBatch:
+        count = int(rows.widths[:num_decode].sum())
+        running = self._table[rows.slots[:count]]
+        positions = running["prompt_tokens"] + running["generated"] - 1 + rows.places[:count]
+        decoded = running["last_token"]
+        if drafts:
+            decoded[rows.places[:count] > 0] = [token for draft in drafts for token in draft]
+        tokens, places, segments, start = [decoded], [positions], list[PromptSegment](), count
         for admission in fresh:
             prompt = admission.group.input_ids.astype(np.int64)
             tokens.append(prompt)
             places.append(np.arange(len(prompt)))
             segments.append(PromptSegment(start=start, stop=start + len(prompt), slots=admission.slots))
             start += len(prompt)
-        self.prefill_tokens += start - num_decode
+        self.prefill_tokens += start - count
         return StepBatch(
             token_ids=torch.from_numpy(np.concatenate(tokens)).to(self._device),
             positions=torch.from_numpy(np.concatenate(places)).to(self._device),
-            num_decode=num_decode,
+            num_decode=count,
             max_tokens=int(positions.max()) + 1 if num_decode else 0,
             prompts=segments,
+            runs=DecodeRuns.of(torch.from_numpy(rows.widths[:num_decode]).to(self._device)) if drafts else None,
         )
 
-    def _hand_out(self, finite: Sequence[bool]) -> list[Result]:
-        """Free the slots of the samples whose last token ended them. finite: per slot, whether its logprob was."""
+    def _hand_out(self, reasons: Sequence[FinishReason | None], finite: Sequence[bool]) -> list[Result]:
+        """Free the slots of the samples that ended. Per slot, why; and whether its last logprob was finite."""
         results: list[Result] = []
         now_s = self._clock.now_s()
         for slot in reversed(range(len(self._running))):
-            sample = self._running[slot]
-            reason = None if sample.unfed else sample.finish_reason(self._stops)
+            sample, reason = self._running[slot], reasons[slot]
             if not finite[slot]:
                 self._kv.clear(slot)  # a masked position still meets its value as 0 * value, and 0 * NaN is NaN
                 left, why = self._leave(slot), f"logits are not finite under weights {self.weights}"
@@ -649,6 +770,8 @@ class SlotDecoder:
     def _leave(self, slot: int) -> RunningSample:
         """Free ``slot``. The last running sample moves into it, so that slots [0, n) stay the running ones."""
         leaving, last = self._running[slot], self._running.pop()
+        if self.drafting is not None and leaving.text is not None:
+            self.drafting.said.end(leaving.text)
         if leaving is not last:
             self._running[slot] = last
             self._kv.move(len(self._running), slot, last.kv_tokens)

@@ -52,7 +52,8 @@ class ServerSettings:
     directory: the model.  log: where a server of our own writes.  url, key: of a server elsewhere; empty: our own.
     gpus: that it splits the model over.  gpu_share: of their memory, that it may use; 1: what it takes by itself.
     command: program and first arguments of our own server.  slots: samples at once.  stop: texts that end one.
-    max_context: tokens, 0: the model's.  keeps_partial: what a sample has got is asked for while it runs.
+    max_context: tokens, 0: the model's.  drafts: tokens that a server of our own drafts for a sample and step, at most.
+    keeps_partial: what a sample has got is asked for while it runs.
     startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one sample.
     """
 
@@ -68,6 +69,7 @@ class ServerSettings:
     dtype: str = "bfloat16"
     max_context: int = 0
     keeps_partial: bool = False
+    drafts: int = 0
     trust_remote_code: bool = False
     startup_s: float = 300.0
     silence_s: float = 30.0
@@ -82,7 +84,8 @@ class ServerKind:
     split, the share of their memory, and the loader of ours, which a server elsewhere has to have, too.  refusal: why a
     request cannot be answered by any server of this kind, "" when it can.  environment: that our own server needs.  Our
     own server finds its key in the variable ``key_variable``, or as ``key_option`` in the file that its ``--config``
-    names; ``socket_option`` is for the path of a socket to listen on instead of a port.
+    names; ``socket_option`` is for the path of a socket to listen on instead of a port.  draft_options: how it is told
+    to draft so many tokens from the texts it has seen, without a model that drafts.
     """
 
     name: str
@@ -102,6 +105,7 @@ class ServerKind:
     key_variable: str = ""
     key_option: str = ""
     socket_option: str = ""
+    draft_options: Callable[[int], Sequence[str]] = lambda drafts: ()
 
     def arguments(self, settings: ServerSettings) -> list[str]:
         """Of a server of our own."""
@@ -114,6 +118,7 @@ class ServerKind:
             *((self.context_option, str(settings.max_context)) if settings.max_context else ()),
             *((self.gpus_option, str(settings.gpus)) if settings.gpus > 1 else ()),
             *((self.memory_option, f"{settings.gpu_share:g}") if settings.gpu_share < 1 else ()),
+            *(self.draft_options(settings.drafts) if settings.drafts else ()),
             *(("--trust-remote-code",) if settings.trust_remote_code else ()),
         ]
 

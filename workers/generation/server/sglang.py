@@ -241,6 +241,16 @@ class SglangClient(ServerClient):
         await self._call("POST", "/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
 
+def draft_options(drafts: int) -> list[str]:
+    """A chain, not a tree: it works with every attention backend. What is verified counts the last drawn token."""
+    return [
+        *("--speculative-algorithm", "NGRAM"),
+        *("--speculative-num-draft-tokens", str(drafts + 1)),
+        *("--speculative-ngram-min-bfs-breadth", "1"),
+        *("--speculative-ngram-max-bfs-breadth", "1"),
+    ]
+
+
 SGLANG = ServerKind(
     name="SGLang",
     tested=("0.5.23",),
@@ -259,4 +269,5 @@ SGLANG = ServerKind(
         "--skip-tokenizer-init",  # token ids in, token ids out
     ),
     key_option="api-key",
+    draft_options=draft_options,
 )

@@ -226,6 +226,12 @@ def refusal(request: GenerationRequest) -> str:
     return CUTS_THE_TAIL if request.sampling.top_p < 1 or request.sampling.top_k else ""
 
 
+def draft_options(drafts: int) -> list[str]:
+    """It drafts from a sample's own prompt and response."""
+    config = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
+    return ["--speculative-config", msgspec.json.encode(config).decode()]
+
+
 VLLM = ServerKind(
     name="vLLM",
     tested=("0.32.0",),
@@ -249,4 +255,5 @@ VLLM = ServerKind(
     environment={"VLLM_SERVER_DEV_MODE": "1"},
     key_variable="VLLM_API_KEY",
     socket_option="--uds",  # a socket: vLLM asks for a key where samples are asked for, and not where weights are
+    draft_options=draft_options,
 )

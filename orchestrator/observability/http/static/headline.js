@@ -88,6 +88,13 @@ export function waitOf({ wait }) {
   return wait ? `${wait.stage} waits for ${wait.waits_for}, since ${duration(wait.waited_s)}; to act: ${wait.owner}` : "";
 }
 
+/** How many drafted tokens were drawn; empty while nothing is drafted. */
+export function draftsOf({ workers }) {
+  const total = (name) => (workers || []).reduce((sum, { counters }) => sum + ((counters || {})[name] || 0), 0);
+  const drafted = total("drafted_tokens");
+  return drafted ? `over 10 s; ${number(total("accepted_tokens"))} of ${number(drafted)} drafted tokens accepted` : "";
+}
+
 /** The numbers beside the reward. */
 export function showFacts(status, evaluations) {
   const last = status.last || {};
@@ -99,7 +106,7 @@ export function showFacts(status, evaluations) {
     ? [
         ["Requests", String(status.num_requests), `${counts.length} open`],
         ["Samples of open requests", String(counts.reduce((sum, one) => sum + one.samples, 0)), `${taken} ended`],
-        ["Generation", `${number(tokens_per_s)} tokens/s`, "over 10 s"],
+        ["Generation", `${number(tokens_per_s)} tokens/s`, draftsOf(status) || "over 10 s"],
         ["Weights", status.newest ? `v${status.newest.version}` : "–", status.newest ? "" : "not loaded yet"],
       ]
     : [
@@ -108,7 +115,7 @@ export function showFacts(status, evaluations) {
         ["Cut at the limit", "truncated" in last ? `${Math.round(100 * last.truncated)}%` : "–", "of samples"],
         ["Weights", status.newest ? `v${status.newest.version}` : "–", "staleness" in last ? `staleness ${number(last.staleness)}, at most ${number(last.staleness_max)}` : ""],
         ["Training", "samples_per_s" in last ? `${number(last.samples_per_s)} samples/s` : "–", "tokens_per_s" in last ? `${number(last.tokens_per_s)} tokens/s` : ""],
-        ["Generation", `${number(tokens_per_s)} tokens/s`, "over 10 s"],
+        ["Generation", `${number(tokens_per_s)} tokens/s`, draftsOf(status) || "over 10 s"],
       ].filter(([, value]) => value);
   keyed(
     byId("facts"),

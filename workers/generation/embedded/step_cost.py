@@ -1,0 +1,75 @@
+"""What a step takes on this machine by the tokens it computes: measured at the start, where drafts are on.
+
+Owns: which steps are timed, and what is between them. Never: whether a draft pays, which ``num_drafted`` says.
+Source: ours. A fit of ``DecodeCost`` needs a profile; a dozen steps on the slots' own memory, before anything runs
+there, show the same on any device, a knee where small products are badly cut included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from transport.process.clock import Clock
+from workers.generation.embedded.forward import DecodeRuns, Forward, SlotKV, StepBatch
+
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens of a step, up to what the slots and their drafts can ask for."""
+TIMES = 3
+"""Of each size; the fastest counts: what else the machine does only adds."""
+SHORT, LONG = 8, 96
+"""Context of the timed steps, tokens: within what a slot holds at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """tokens: rising.  seconds: of a step that computes so many.  context_token_s: what a token of context adds."""
+
+    tokens: Sequence[float]
+    seconds: Sequence[float]
+    context_token_s: float = 0.0
+
+    def __call__(self, tokens: float, context_tokens: float) -> float:
+        """Seconds of a step: between the measured ones on a line, beyond the last one on the last line."""
+        within = float(np.interp(tokens, self.tokens, self.seconds))
+        if tokens > self.tokens[-1] and len(self.tokens) > 1:
+            slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+            within += slope * (tokens - self.tokens[-1])
+        return within + context_tokens * self.context_token_s
+
+
+def measure_steps(forward: Forward, kv: SlotKV, clock: Clock, *, max_drafted: int) -> StepCost:
+    """Time steps of 1 to ``kv.slots * (1 + max_drafted)`` tokens. Nothing may run: slots are written over."""
+    most = kv.slots * (1 + max_drafted)
+    sizes = [size for size in SIZES if size <= most] or [1]
+    seconds = np.maximum.accumulate([_fastest(forward, kv, clock, size, max_drafted, SHORT) for size in sizes])
+    slots = min(kv.slots, 8)
+    longer = [_fastest(forward, kv, clock, slots, 0, context) for context in (SHORT, LONG)]
+    return StepCost(sizes, seconds.tolist(), max(0.0, (longer[1] - longer[0]) / (slots * (LONG - SHORT))))
+
+
+def _fastest(forward: Forward, kv: SlotKV, clock: Clock, tokens: int, max_drafted: int, context: int) -> float:
+    """Drafts are as deep as may be, as they are in small batches."""
+    device = kv.keys[0].device
+    slots = min(kv.slots, -(-tokens // (1 + max_drafted)))
+    widths = torch.tensor([len(part) for part in np.array_split(np.arange(tokens), slots)])
+    start = min(context, kv.max_tokens - int(widths.max()))
+    positions = torch.cat([torch.arange(start, start + int(width)) for width in widths])
+    batch = StepBatch(
+        token_ids=torch.ones(tokens, dtype=torch.int64, device=device),
+        positions=positions.to(device),
+        num_decode=tokens,
+        max_tokens=int(positions.max()) + 1,
+        prompts=(),
+        runs=DecodeRuns.of(widths.to(device)) if slots < tokens else None,
+    )
+    kv.reserve(batch.max_tokens, 0)
+    seconds: list[float] = []
+    for _ in range(TIMES):
+        started_s = clock.now_s()
+        forward.run(batch, kv).argmax().item()  # waits for the device
+        seconds.append(clock.now_s() - started_s)
+    return min(seconds)
