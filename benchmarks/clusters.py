@@ -66,7 +66,7 @@ from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 
 NOTHING = ["/bin/true"]
-ENGINES = ("slurm", "ray", "kubernetes")
+ENGINES = ("local", "slurm", "ray", "kubernetes")
 ON_RAY = ("launcher.kind=ray", "launcher.address=127.0.0.1")
 LEASE_S = 4.0
 """As QUICK has it."""
@@ -175,7 +175,7 @@ async def launchers(
     found: dict[str, dict[str, dict[str, float]]] = {"launcher_ms": {}, "alive": {}}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        for kind in ("local", *engines):
+        for kind in engines:
             async with faked(kind, directory, ends=True) as launcher:
                 found["launcher_ms"][kind] = await start_all(launcher, directory, count, at_once)
             print(f"{kind}: {found['launcher_ms'][kind]}", flush=True)
@@ -195,7 +195,7 @@ async def orchestrators(
         directory = Path(name)
         async with opened(directory) as bench:
             found["local"] = round((await bench.measure(count, seconds, name="local")).cpu_ms, 3)
-            for kind in engines:
+            for kind in [one for one in engines if one != "local"]:
                 async with faked(kind, directory, ends=False) as launcher, held(launcher, directory, count, at_once):
                     children = Children(directory, max_restarts=3, launcher=launcher)
 

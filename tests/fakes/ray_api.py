@@ -43,25 +43,25 @@ class FakeActor:
         self.given = given
         self.sent: list[int] = []
         self.was_killed = False
-        self.next_output = SimpleNamespace(remote=lambda: self._said)
+        self.next_output = SimpleNamespace(remote=self._next_output)
         self.send = SimpleNamespace(remote=self.sent.append)
-        self._said: asyncio.Future[tuple[bytes, int | None]] = self._loop().create_future()
+        self._said: asyncio.Queue[tuple[bytes, int | None] | RayActorError] = asyncio.Queue()
 
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        return RayApi.loop
+    async def _next_output(self) -> tuple[bytes, int | None]:
+        said = await self._said.get()
+        if isinstance(said, RayActorError):
+            raise said
+        return said
 
     def says(self, text: bytes, code: int | None = None) -> None:
-        """What its process writes; its exit code where it has ended."""
-        said, self._said = self._said, self._loop().create_future()
-        said.set_result((text, code))
+        """What its process writes; its exit code where it has ended. Also before anybody asks."""
+        self._said.put_nowait((text, code))
 
     def lost(self, why: str = NODE_DIED) -> None:
         """With its node, or since the node could not begin it."""
-        if not self._said.done():
-            error = RayActorError(why)
-            error.actor_init_failed = why == NO_PACKAGE
-            self._said.set_exception(error)
-            self._said.exception()  # nobody need ask
+        error = RayActorError(why)
+        error.actor_init_failed = why == NO_PACKAGE
+        self._said.put_nowait(error)
 
 
 class RayApi(ModuleType):
