@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.load import resolve
+from orchestrator.errors import ConfigError
 from orchestrator.loop.intake import Inbox, new_inbox
 from orchestrator.loop.prompt_server import HELD_OUT
 from orchestrator.loop.ranking import (
@@ -217,3 +219,18 @@ def test_an_oracle_that_is_wrong_is_found_out(tmp_path: Path):
     for name, another in zip(names, [*said[1:], said[0]], strict=True):
         oracle.observe(name, [round(another.mean_tokens)])
     assert not oracle.trusted
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["ranker.kind=oracle"], "without forced lengths"),
+        (["ranker.kind=oracle", "generation.lengths=l", "pipeline.drop_no_signal=true"], "by the order of prompts"),
+        (["ranker.kind=oracle", "generation.lengths=l", "ranker.scores=s"], "needs ranker.kind"),
+        (["ranker.kind=none", "ranker.scores=s"], "needs ranker.kind"),
+        (["ranker.base_lengths=b", "ranker.scores=s"], "one of the two"),
+    ],
+)
+def test_settings_of_a_ranker_that_cannot_be_meant_are_refused(overrides: list[str], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        resolve("tiny", [], overrides, {})
