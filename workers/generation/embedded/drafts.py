@@ -115,14 +115,14 @@ class SuffixAutomaton:
 
 
 class Continuation(NamedTuple):
-    """token: the most frequent one.  state: of the text with it.  matched: tokens of the suffix.  count, of: how often
+    """token: the most frequent one.  state: of the text with it.  matched: tokens of the suffix.  times, of: how often
     the suffix went on with it, and at all.
     """
 
     token: int
     state: int
     matched: int
-    count: int
+    times: int
     of: int
 
 
@@ -145,12 +145,12 @@ class Acceptance:
     @staticmethod
     def _kind(found: Continuation) -> tuple[int, int]:
         """Lengths by powers of two up to 16; never contradicted, most often, or one of several."""
-        share = 2 if found.count == found.of else int(2 * found.count > found.of)
+        share = 2 if found.times == found.of else int(2 * found.times > found.of)
         return min(found.matched.bit_length(), 5), share + 3 * (found.of > 2)
 
     def chance(self, found: Continuation) -> float:
         """In [0, 1]."""
-        prior = found.count / (found.of + 1)
+        prior = found.times / (found.of + 1)
         hits, tries = self._kinds.get(self._kind(found), (0.0, 0.0))
         return (hits + PRIOR * prior) / (tries + PRIOR)
 
