@@ -334,7 +334,9 @@ def compare_drafts(directory: Path, turns: int) -> dict[str, float | bool]:
         drafts, plain = (one, other) if with_first else (other, one)
         again = draft_requests(mine, stop_ids, turns + turn)
         visited, unvisited = draft_turn(drafting, again), draft_turn(decoder, again)
-        exact = exact and drafts.texts == plain.texts and visited.texts == unvisited.texts
+        pairs = ((drafts.texts, plain.texts), (visited.texts, unvisited.texts))
+        differ = sum(ours[key] != theirs[key] for ours, theirs in pairs for key in theirs)
+        exact = exact and not differ
         drafted, accepted = drafted + drafts.drafted, accepted + drafts.accepted
         for name, ratio in {
             "tail": drafts.tail / plain.tail,
@@ -347,7 +349,7 @@ def compare_drafts(directory: Path, turns: int) -> dict[str, float | bool]:
             f"drafts turn {turn + 1}: tail {plain.tail:.1f} -> {drafts.tail:.1f} tok/s ({plain.tail_tokens} tokens), "
             f"all {plain.full:.1f} -> {drafts.full:.1f}; visited: tail {unvisited.tail:.1f} -> {visited.tail:.1f}, all "
             f"{unvisited.full:.1f} -> {visited.full:.1f}; accepted {drafts.accepted} of {drafts.drafted}, visited "
-            f"{visited.accepted} of {visited.drafted}",
+            f"{visited.accepted} of {visited.drafted}; {differ} of {sum(len(one) for one, _ in pairs)} samples differ",
             flush=True,
         )
     medians = {name: round(statistics.median(ratios), 3) for name, ratios in found.items()}
