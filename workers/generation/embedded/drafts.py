@@ -131,7 +131,8 @@ class Continuation(NamedTuple):
 FORGET = 1 / 256
 """Weight of one observation: with the weights that are trained, and the samples that end, the past says ever less."""
 PRIOR = 4.0
-"""Observations that what a kind of draft begins with counts for."""
+"""Observations that what a kind of draft begins with counts for: half of what its counts say, as the likeliest ones are
+taken first, of which more are wrong than their counts say (38% came true where 60% would pay)."""
 
 
 class Acceptance:
@@ -150,7 +151,7 @@ class Acceptance:
 
     def chance(self, found: Continuation) -> float:
         """In [0, 1]."""
-        prior = found.times / (found.of + 1)
+        prior = 0.5 * found.times / (found.of + 1)
         hits, tries = self._kinds.get(self._kind(found), (0.0, 0.0))
         return (hits + PRIOR * prior) / (tries + PRIOR)
 
