@@ -6,7 +6,7 @@ for the longest; the engine refills its 32 slots. The two take turns within one 
 turns. Time is CPU seconds of this process: on one thread that is wall time, less what else the machine does. The errors
 are those of float32 logprobs against the model's own forward.
 
-Drafts: a batch of the preset ``smollm2``, 64 slots and 8 groups of 8 whose samples end as they will, by the model as a
+Drafts: a batch of prompts of ``smollm2``, 64 slots and 8 groups of 8 whose samples end as they will, by the model as a
 run of ``TRAINED_BATCHES`` batches leaves it, with ``generation.drafts`` and without, in turns with other seeds. The
 tail is the last quarter of the samples: from the step in which three quarters have ended. Nothing is known of the
 prompts (``visited``: of one earlier batch of each), and the steps are timed anew in every turn, outside of its time.
@@ -229,6 +229,8 @@ TRAINED_BATCHES = 16
 TRAIN_LIMIT_S = 3600.0
 DRAFT_GROUPS, DRAFT_SLOTS = 8, 64
 DRAFTS, DRAFT_MEMORY = 8, 200_000
+DRAFT_TOKENS = 128
+"""Of a sample, at most: at the preset's 32 samples are cut, end together and leave no tail."""
 
 
 class CpuClock:
@@ -275,7 +277,10 @@ def draft_requests(prompts: Sequence[NDArray[np.int32]], stop_ids: Sequence[int]
             prompt_ids=prompt,
             samples=range(GROUP_SIZE),
             sampling=SamplingParams(
-                max_new_tokens=32, temperature=TEMPERATURE, seed=1000 * seed + index, stop_token_ids=tuple(stop_ids)
+                max_new_tokens=DRAFT_TOKENS,
+                temperature=TEMPERATURE,
+                seed=1000 * seed + index,
+                stop_token_ids=tuple(stop_ids),
             ),
         )
         for index, prompt in enumerate(prompts)
@@ -329,7 +334,9 @@ def compare_drafts(directory: Path, turns: int) -> dict[str, float | bool]:
         drafts, plain = (one, other) if with_first else (other, one)
         again = draft_requests(mine, stop_ids, turns + turn)
         visited, unvisited = draft_turn(drafting, again), draft_turn(decoder, again)
-        exact = exact and drafts.texts == plain.texts and visited.texts == unvisited.texts
+        pairs = ((drafts.texts, plain.texts), (visited.texts, unvisited.texts))
+        differ = sum(ours[key] != theirs[key] for ours, theirs in pairs for key in theirs)
+        exact = exact and not differ
         drafted, accepted = drafted + drafts.drafted, accepted + drafts.accepted
         for name, ratio in {
             "tail": drafts.tail / plain.tail,
@@ -342,7 +349,7 @@ def compare_drafts(directory: Path, turns: int) -> dict[str, float | bool]:
             f"drafts turn {turn + 1}: tail {plain.tail:.1f} -> {drafts.tail:.1f} tok/s ({plain.tail_tokens} tokens), "
             f"all {plain.full:.1f} -> {drafts.full:.1f}; visited: tail {unvisited.tail:.1f} -> {visited.tail:.1f}, all "
             f"{unvisited.full:.1f} -> {visited.full:.1f}; accepted {drafts.accepted} of {drafts.drafted}, visited "
-            f"{visited.accepted} of {visited.drafted}",
+            f"{visited.accepted} of {visited.drafted}; {differ} of {sum(len(one) for one, _ in pairs)} samples differ",
             flush=True,
         )
     medians = {name: round(statistics.median(ratios), 3) for name, ratios in found.items()}

@@ -52,7 +52,7 @@ def test_it_finds_what_a_plain_search_finds_however_texts_grow(drawn):
         matched, went_on = expected
         assert found is not None
         assert (found.matched, found.of) == (matched, went_on.total())
-        assert found.count == went_on[found.token] == max(went_on.values())
+        assert found.times == went_on[found.token] == max(went_on.values())
 
 
 @given(st.lists(st.integers(0, 2), max_size=25), st.lists(st.integers(0, 3), max_size=25))
@@ -69,7 +69,7 @@ def test_a_text_that_is_not_kept_is_followed_by_its_longest_known_suffix(kept, f
     assert (found is None) == (expected is None)
     if found is not None:
         # the state may be that of a longer suffix, which goes on alike
-        assert found.count == expected[1][found.token]
+        assert found.times == expected[1][found.token]
 
 
 def test_a_token_said_a_thousand_times_takes_no_thousand_steps_a_token():
@@ -153,8 +153,8 @@ def test_memory_stays_bounded_while_all_samples_run_and_those_beyond_it_still_dr
 # -- acceptance
 
 
-def found(*, matched=8, count=1, of=1):
-    return Continuation(token=5, state=1, matched=matched, count=count, of=of)
+def found(*, matched=8, times=1, of=1):
+    return Continuation(token=5, state=1, matched=matched, times=times, of=of)
 
 
 @pytest.mark.parametrize("true", [True, False])
@@ -170,10 +170,10 @@ def test_what_always_or_never_comes_true_is_learnt(true):
 def test_kinds_of_drafts_are_told_apart_and_the_past_is_forgotten():
     acceptance = Acceptance()
     for _ in range(100):
-        acceptance.saw(found(matched=16, count=3, of=3), True)
-        acceptance.saw(found(matched=1, count=1, of=3), False)
-    assert acceptance.chance(found(matched=20, count=5, of=5)) > 0.9
-    assert acceptance.chance(found(matched=1, count=1, of=4)) < 0.1
+        acceptance.saw(found(matched=16, times=3, of=3), True)
+        acceptance.saw(found(matched=1, times=1, of=3), False)
+    assert acceptance.chance(found(matched=20, times=5, of=5)) > 0.9
+    assert acceptance.chance(found(matched=1, times=1, of=4)) < 0.1
     for _ in range(600):
-        acceptance.saw(found(matched=16, count=3, of=3), False)
-    assert acceptance.chance(found(matched=16, count=3, of=3)) < 0.1
+        acceptance.saw(found(matched=16, times=3, of=3), False)
+    assert acceptance.chance(found(matched=16, times=3, of=3)) < 0.1

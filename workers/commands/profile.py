@@ -65,7 +65,8 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
         command=(*generation.server_command,),
         args=(*generation.server_args,),
     )
-    engine = engine_of(settings, directory, log, False, server)
+    undrafted = msgspec.structs.replace(generation, drafts=0)  # what a step takes is asked, and plans reckon drafts
+    engine = engine_of(msgspec.structs.replace(settings, generation=undrafted), directory, log, False, server)
     async with serving(engine) as info:
         limit = min(info.max_context, generation.max_context or DEFAULT_CONTEXT)
         measured = EngineProfile(engine, info.capacity, limit, info.kv_tokens, say)

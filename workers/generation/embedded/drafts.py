@@ -115,14 +115,14 @@ class SuffixAutomaton:
 
 
 class Continuation(NamedTuple):
-    """token: the most frequent one.  state: of the text with it.  matched: tokens of the suffix.  count, of: how often
+    """token: the most frequent one.  state: of the text with it.  matched: tokens of the suffix.  times, of: how often
     the suffix went on with it, and at all.
     """
 
     token: int
     state: int
     matched: int
-    count: int
+    times: int
     of: int
 
 
@@ -131,7 +131,8 @@ class Continuation(NamedTuple):
 FORGET = 1 / 256
 """Weight of one observation: with the weights that are trained, and the samples that end, the past says ever less."""
 PRIOR = 4.0
-"""Observations that what a kind of draft begins with counts for."""
+"""Observations that what a kind of draft begins with counts for: half of what its counts say, as the likeliest ones are
+taken first, of which more are wrong than their counts say (38% came true where 60% would pay)."""
 
 
 class Acceptance:
@@ -145,12 +146,12 @@ class Acceptance:
     @staticmethod
     def _kind(found: Continuation) -> tuple[int, int]:
         """Lengths by powers of two up to 16; never contradicted, most often, or one of several."""
-        share = 2 if found.count == found.of else int(2 * found.count > found.of)
+        share = 2 if found.times == found.of else int(2 * found.times > found.of)
         return min(found.matched.bit_length(), 5), share + 3 * (found.of > 2)
 
     def chance(self, found: Continuation) -> float:
         """In [0, 1]."""
-        prior = found.count / (found.of + 1)
+        prior = 0.5 * found.times / (found.of + 1)
         hits, tries = self._kinds.get(self._kind(found), (0.0, 0.0))
         return (hits + PRIOR * prior) / (tries + PRIOR)
 

@@ -175,6 +175,11 @@ MAX_PREFILL_TOKENS = 2048
 """Prompt tokens of one step (at least one prompt): bounds the activations and the pause of the running samples."""
 
 
+MAX_DECODE_ROWS = 128
+"""Slots times tokens of the deepest draft. Attention pads every slot to it, which no timed step shows: of 64 slots with
+drafts of up to 8 tokens, a batch took 2 to 6% longer than without drafts."""
+
+
 @dataclass(slots=True, kw_only=True)
 class WaitingGroup:
     """A group with samples that have no slot yet. samples: those, in order.  kept: of its prompt, once it was computed:
@@ -583,10 +588,11 @@ class SlotDecoder:
         """What to compute behind the last token of each of the slots [0, num_decode), as far as it pays; none: ()."""
         if (drafting := self.drafting) is None or not num_decode:
             return ()
+        deepest = min(drafting.max_tokens, MAX_DECODE_ROWS // num_decode - 1)
         drafts: list[Draft] = []
         for sample in self._running[:num_decode]:
             left = sample.limit - len(sample.token_ids) - 1  # the last token is never computed
-            most = 0 if sample.unfed else min(drafting.max_tokens, left)
+            most = 0 if sample.unfed else max(0, min(deepest, left))
             drafts.append(drafting.said.draft(sample.text, most, sample.stop_token_ids) if sample.text else NO_DRAFT)
         worth = sorted(((chance, slot) for slot, one in enumerate(drafts) for chance in one.chances), reverse=True)
         if not worth:
