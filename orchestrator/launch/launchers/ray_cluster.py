@@ -209,7 +209,7 @@ class RayLauncher:
         )
         try:
             await in_time(connect, CONNECT_S)
-            total = await in_time(ray.cluster_resources)
+            total = await in_time(ray.cluster_resources, CONNECT_S)
         except (ConnectionError, ValueError, RuntimeError, RayUnavailableError) as error:
             where = f"no cluster of Ray answers at {address}" if address else "Ray does not start here"
             raise ConfigError(f"launcher.place: {where}: {error}", key="launcher.place") from error
