@@ -131,8 +131,7 @@ class Continuation(NamedTuple):
 FORGET = 1 / 256
 """Weight of one observation: with the weights that are trained, and the samples that end, the past says ever less."""
 PRIOR = 4.0
-"""Observations that what a kind of draft begins with counts for: half of what its counts say, as the likeliest ones are
-taken first, of which more are wrong than their counts say (38% came true where 60% would pay)."""
+"""Observations that what a kind of draft begins with counts for."""
 
 
 class Acceptance:
