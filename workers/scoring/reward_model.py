@@ -43,7 +43,7 @@ def reward_model_dir(path: str) -> Path:
     """Prepared here. Raises RewardSetupError: it is not there, or is no reward model."""
     try:
         directory = prepare_model(path, cache_dir=model_cache(os.environ), setting=SETTING)
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ModelError, *NOT_BUILT) as error:
         raise RewardSetupError(f"{SETTING}: {error}" if SETTING not in str(error) else str(error)) from error
     if config.num_labels != 1:
@@ -68,7 +68,12 @@ class RewardModel:
                 module, info = cast(
                     tuple[Any, dict[str, Any]],
                     AutoModelForSequenceClassification.from_pretrained(
-                        directory, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+                        directory,
+                        dtype=dtype,
+                        local_files_only=True,
+                        trust_remote_code=False,
+                        use_safetensors=True,
+                        output_loading_info=True,
                     ),
                 )
         except NOT_BUILT as error:
