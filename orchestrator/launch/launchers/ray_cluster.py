@@ -67,12 +67,19 @@ class RayUnavailableError(TransientError):
 T = TypeVar("T")
 
 
-async def in_time(call: Callable[[], T], limit_s: float = ANSWER_S, *, undo: Callable[[T], object] | None = None) -> T:
+async def in_time(
+    call: Callable[[], T],
+    limit_s: float = ANSWER_S,
+    *,
+    undo: Callable[[T], object] | None = None,
+    until: threading.Event | None = None,
+) -> T:
     """The result of a call of Ray that may wait for its head. Raises RayUnavailableError after ``limit_s``.
 
     In a daemon thread: one that hangs keeps neither the loop nor the end of the program.
 
     undo: called in such a thread with a result that comes when nobody waits for it any more.
+    until: the thread lives on until it is set: Linux ends Ray's own processes with the thread that started them.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
@@ -94,6 +101,8 @@ async def in_time(call: Callable[[], T], limit_s: float = ANSWER_S, *, undo: Cal
             tell = partial(fail, error)
         with suppress(RuntimeError):  # the loop is closed: the program has left Ray, which ends what it made
             loop.call_soon_threadsafe(tell)
+        if until is not None:
+            until.wait()
 
     threading.Thread(target=work, name="ray", daemon=True).start()
     try:
@@ -187,6 +196,7 @@ class RayLauncher:
         self._head: HeadWatch | None = None
         self._head_limit_s = 0.0
         self._head_lost = asyncio.Event()
+        self._left = threading.Event()
 
     async def open(self, *, resume: bool) -> None:
         for variable, value in PATIENCE.items():  # Ray reads them when it is imported
@@ -208,7 +218,7 @@ class RayLauncher:
             **own,
         )
         try:
-            await in_time(connect, CONNECT_S)
+            await in_time(connect, CONNECT_S, until=self._left)
             total = await in_time(ray.cluster_resources, CONNECT_S)
         except (ConnectionError, ValueError, RuntimeError, RayUnavailableError) as error:
             where = f"no cluster of Ray answers at {address}" if address else "Ray does not start here"
@@ -298,6 +308,8 @@ class RayLauncher:
         except RayUnavailableError as error:
             atexit.unregister(ray.shutdown)  # it would wait again
             log.warning("Ray was not left", error=str(error))
+        finally:
+            self._left.set()
 
 
 def _missing(ask: Resources, count: int, total: Mapping[str, float], free: Mapping[str, float]) -> str:
