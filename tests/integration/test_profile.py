@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_the_emulated_engine_is_measured_as_it_was_told(tmp_path: Path):
     assert found.prefill_token_s < 1e-4
     assert "[decode_cost]" in (tmp_path / "here.toml").read_text()
     assert "held-out error on batches that a fit did not see" in done.stdout
-    assert "10 of 48 measured in" in done.stderr, "what it does is shown meanwhile"
+    assert re.search(r"10 of \d+ measured in", done.stderr), "what it does is shown meanwhile"
 
 
 def test_an_engine_of_too_few_slots_is_refused(tmp_path: Path):
