@@ -30,7 +30,7 @@ def test_the_emulated_engine_is_measured_as_it_was_told(tmp_path: Path):
     found = read_profile(tmp_path / "here.json").measured.decode
     for batch in (1, 5, 8):
         assert found.step_s(batch, 100.0 * batch) == pytest.approx(0.02 * (0.05 + 0.005 * batch), rel=0.15)
-    assert found.prefill_token_s < 1e-4
+    assert found.prefill_token_s < 5e-4, "a step takes 1 ms and more, a prompt nothing but noise"
     assert "[decode_cost]" in (tmp_path / "here.toml").read_text()
     assert "held-out error on batches that a fit did not see" in done.stdout
     assert re.search(r"10 of \d+ measured in", done.stderr), "what it does is shown meanwhile"
