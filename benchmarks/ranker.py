@@ -15,7 +15,7 @@ Reads the data sets of ``--data`` (or STREAMRL_LENGTH_DATA; default ../shared/da
   hardly any ranker of prompts finds more; and ``true``: as if a prompt's ten samples were all that there is to it,
   which flatters.
 
-    python -m benchmarks.ranker [--data DIR] [--seeds 0,1,2,3,4] [--all] [--only drift,ceiling]
+    python -m benchmarks.ranker [--data DIR] [--seeds 0,1,2,3,4] [--all] [--only drift,ceiling] [--out FILE]
 
 ``--all`` prints text-only recall of every model of every set as well. Last line: JSON; ``*_sd`` is the standard
 deviation over the seeds; the costs are those of the dearer set.
@@ -190,15 +190,22 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--only", default="", help="parts, comma-separated: recall, drift, ceiling; all by default")
     parser.add_argument("--all", action="store_true", help="every model of every set, text only")
+    parser.add_argument(
+        "--out", type=Path, help="file that gets the last line, too; benchmarks/papers/ranker_drift.json"
+    )
     arguments = parser.parse_args()
     folder, seeds = data_folder(arguments.data), [int(seed) for seed in arguments.seeds.split(",")]
     try:
-        measure(folder, seeds, arguments.only.split(",") if arguments.only else PARTS, every_model=arguments.all)
+        parts = arguments.only.split(",") if arguments.only else PARTS
+        figures = json.dumps(measure(folder, seeds, parts, every_model=arguments.all))
     except RankerError as error:
         sys.exit(str(error))
+    if arguments.out:
+        arguments.out.write_text(figures + "\n")
+    print(figures)
 
 
-def measure(folder: Path, seeds: Sequence[int], parts: Sequence[str], *, every_model: bool) -> None:
+def measure(folder: Path, seeds: Sequence[int], parts: Sequence[str], *, every_model: bool) -> dict[str, float]:
     math, castillo = load(folder, MATH, MATH_MODEL), load(folder, CASTILLO, CASTILLO_MODEL)
     figures: dict[str, float] = {}
     if "recall" in parts:
@@ -213,7 +220,7 @@ def measure(folder: Path, seeds: Sequence[int], parts: Sequence[str], *, every_m
         for name in (GYM, MATH, CASTILLO):
             for model in models_of(folder, name):
                 report(f"{name} {model}"[:44], [train(load(folder, name, model), seed).quality for seed in seeds])
-    print(json.dumps(figures))
+    return figures
 
 
 def recalls(

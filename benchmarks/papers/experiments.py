@@ -42,12 +42,12 @@ LARGE_BATCH = 2048
 
 
 class Experiment(Protocol):
-    """Something that takes seconds under assumptions."""
+    """Something that takes seconds under assumptions; one iteration and no bound, where a class says nothing else."""
 
     @property
     def short(self) -> int:
         """Iterations that show what a change of the assumptions does."""
-        ...
+        return 1
 
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """Raises DoesNotFitError where the assumptions leave no room."""
@@ -55,7 +55,7 @@ class Experiment(Protocol):
 
     def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """What nothing can beat; 0 where there is no such bound."""
-        ...
+        return 0.0
 
     def key(self, assumed: Assumptions) -> Hashable:
         """Equal for assumptions that make no difference here."""
@@ -203,7 +203,7 @@ def _end_s(cost: DecodeCost, lengths: list[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStage:
+class TrainingStage(Experiment):
     """Seconds of training one batch, all of whose samples are there: work spread evenly, and one step."""
 
     llm: Llm
@@ -213,10 +213,6 @@ class TrainingStage:
     batch: int = 1024
     max_tokens: int = FULL_LENGTH
     algorithm: Algorithm = "ppo"
-
-    @property
-    def short(self) -> int:
-        return 1
 
     def _cost(self, assumed: Assumptions) -> TrainCost:
         return train_cost(self.llm, self.gpu, self.gpus, self.ranks, self.algorithm, assumed)
@@ -232,15 +228,12 @@ class TrainingStage:
         rank_s = cost.micro_batch_s(sum(whole) / self.ranks, sum(one * one for one in whole) / self.ranks)
         return rank_s + cost.step_s()
 
-    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
-        return 0.0
-
     def key(self, assumed: Assumptions) -> Hashable:
         return self._cost(assumed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OracleShare:
+class OracleShare(Experiment):
     """Of the seconds that known lengths save over random dispatch, the share that a ranker saves; no seconds at all."""
 
     ranked: Generation
@@ -254,28 +247,18 @@ class OracleShare:
         random_s, oracle_s, ranked_s = (one.seconds(seed, iterations, assumed) for one in ways)
         return (random_s - ranked_s) / (random_s - oracle_s)
 
-    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
-        return 0.0
-
     def key(self, assumed: Assumptions) -> Hashable:
         return self.ranked.key(assumed)
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Known(Experiment):
     """A number that another bench measured on real machines: no constant of the simulator moves it."""
 
     value: float
 
-    @property
-    def short(self) -> int:
-        return 1
-
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         return self.value
-
-    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
-        return 0.0
 
     def key(self, assumed: Assumptions) -> Hashable:
         return self.value
@@ -302,15 +285,11 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(Experiment):
     """Seconds of one version over a link, to one instance, which passes it on inside its datacenter."""
 
     bytes_per_s: float
     llm: Llm = QWEN_72B
-
-    @property
-    def short(self) -> int:
-        return 1
 
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         return transfer_s(self.llm, self.bytes_per_s, 1, assumed)
@@ -324,7 +303,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growing:
+class Growing(Experiment):
     """The iteration after which instances are added for the ``nth`` time, as lengths grow linearly (StreamRL fig. 11).
 
     Lengths double over ``ramp`` iterations; a unit is a node of eight GPUs. 0: there is no such addition.
@@ -337,10 +316,6 @@ class Growing:
     layout: Layout
     ramp: int = 20
     batch: int = 1024
-
-    @property
-    def short(self) -> int:
-        return 1
 
     def changes(self, seed: int, assumed: Assumptions) -> list[Change]:
         layout = self.layout
@@ -370,9 +345,6 @@ class Growing:
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         added = [change.batch for change in self.changes(seed, assumed) if change.to_workers > change.from_workers]
         return float(added[self.nth - 1]) if len(added) >= self.nth else 0.0
-
-    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
-        return 0.0
 
     def key(self, assumed: Assumptions) -> Hashable:
         layout = self.layout

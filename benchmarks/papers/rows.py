@@ -6,7 +6,11 @@ Owns: published numbers with their table or figure. Never: settings (``settings.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from benchmarks.learning import RESULTS, Bench, found_in, share_of
 from benchmarks.papers.experiments import (
@@ -39,8 +43,8 @@ from orchestrator.sim.costs import H20, H800
 from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B
 from transport.contracts.llms import Llm
 
-RANKER_DRIFT = {"before": 0.745, "at once": 0.724, "learnt again": 0.742}
-"""Recall at 20%, of ``benchmarks/ranker.py`` on seed 0 (docs/figures.md, `ranker`)."""
+DRIFT = Path(__file__).with_name("ranker_drift.json")
+"""What ``benchmarks.ranker --only drift --out`` printed last: its logs are not part of the project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,54 +103,64 @@ def _table_3() -> list[Row]:
 def _figure_2() -> list[Row]:
     """Each stage alone: on more GPUs, and with longer responses."""
 
-    def generation(gpus: int = 32, max_tokens: int = 8_192) -> Generation:
-        return Generation(
-            dispatch="even", llm=QWEN_7B, gpus=gpus, tensor_parallel=4, recall=None, max_tokens=max_tokens
-        )
+    generation = partial(Generation, dispatch="even", llm=QWEN_7B, tensor_parallel=4, recall=None)
 
-    def training(gpus: int = 32, max_tokens: int = 8_192) -> TrainingStage:
+    def training(*, gpus: int, max_tokens: int) -> TrainingStage:
         return TrainingStage(llm=QWEN_7B, gpus=gpus, ranks=gpus // 4, max_tokens=max_tokens)
 
-    sizes, lengths = (16, 32, 64, 128), (4_096, 8_192, 16_384)
-    source, curve = "StreamRL Figure 2", "a curve"
+    def on_gpus(stage: Callable[..., Experiment]) -> tuple[Cell, ...]:
+        few = stage(gpus=8, max_tokens=8_192)
+        return tuple(
+            Cell(label=f"{gpus}", of=stage(gpus=gpus, max_tokens=8_192), over=few) for gpus in (16, 32, 64, 128)
+        )
+
+    def of_tokens(stage: Callable[..., Experiment]) -> tuple[Cell, ...]:
+        short = stage(gpus=32, max_tokens=2_048)
+        return tuple(
+            Cell(label=f"{tokens}", of=short, over=stage(gpus=32, max_tokens=tokens))
+            for tokens in (4_096, 8_192, 16_384)
+        )
+
+    lines = (
+        (
+            "gpus_generation",
+            "7B, 8K, generation alone on 16 to 128 GPUs, over 8",
+            on_gpus(generation),
+            "a plateau",
+            "its batch is not printed; ours has 1,024 samples, of which an instance on 128 GPUs has 32",
+        ),
+        (
+            "gpus_training",
+            "the same of training alone",
+            on_gpus(training),
+            "scales better",
+            "short of linear by the optimizer's step and reducing of gradients, which more GPUs do not shorten",
+        ),
+        (
+            "tokens_generation",
+            "7B, 32 GPUs, seconds of generation with 4K to 16K tokens at most, over 2K",
+            of_tokens(generation),
+            "grows faster",
+            "",
+        ),
+        (
+            "tokens_training",
+            "the same of training",
+            of_tokens(training),
+            "grows less",
+            "optimizer and reduction do not grow, so that training grows less than its tokens",
+        ),
+    )
     return [
         Row(
-            key="fig2_gpus_generation",
-            source=source,
-            what="7B, 8K, generation alone on 16 to 128 GPUs, over 8",
-            cells=tuple(Cell(label=f"{gpus}", of=generation(gpus), over=generation(8)) for gpus in sizes),
-            paper=f"{curve}: a plateau",
-            note="its batch is not printed; ours has 1,024 samples, of which an instance on 128 GPUs has 32",
-        ),
-        Row(
-            key="fig2_gpus_training",
-            source=source,
-            what="the same of training alone",
-            cells=tuple(Cell(label=f"{gpus}", of=training(gpus), over=training(8)) for gpus in sizes),
-            paper=f"{curve}: scales better",
-            note="short of linear by the optimizer's step and reducing of gradients, which more GPUs do not shorten",
-        ),
-        Row(
-            key="fig2_tokens_generation",
-            source=source,
-            what="7B, 32 GPUs, seconds of generation with 4K to 16K tokens at most, over 2K",
-            cells=tuple(
-                Cell(label=f"{tokens}", of=generation(max_tokens=2_048), over=generation(max_tokens=tokens))
-                for tokens in lengths
-            ),
-            paper=f"{curve}: grows faster",
-        ),
-        Row(
-            key="fig2_tokens_training",
-            source=source,
-            what="the same of training",
-            cells=tuple(
-                Cell(label=f"{tokens}", of=training(max_tokens=2_048), over=training(max_tokens=tokens))
-                for tokens in lengths
-            ),
-            paper=f"{curve}: grows less",
-            note="optimizer and reduction do not grow, so that training grows less than its tokens",
-        ),
+            key=f"fig2_{key}",
+            source="StreamRL Figure 2",
+            what=what,
+            cells=cells,
+            paper=f"a curve: {paper}",
+            note=note,
+        )
+        for key, what, cells, paper, note in lines
     ]
 
 
@@ -335,9 +349,35 @@ def _transfer() -> list[Row]:
     ]
 
 
-def _asyncflow() -> list[Row]:
-    table, figure = "AsyncFlow Table 1", "AsyncFlow Figure 10"
-    at_512 = {name: asyncflow(QWEN_7B, 512, name) for name in ("serial", "stream", "fully_async")}
+def _asyncflow_table_1() -> list[Row]:
+    serial = asyncflow(QWEN_7B, 512, "serial")
+    steps = (
+        ("stream", "stream", "stream", 2.01, ""),
+        (
+            "async",
+            "+ asynchronous",
+            "fully_async",
+            2.74,
+            "the paper has more tasks in sequence than generation and training",
+        ),
+    )
+    return [
+        Row(
+            key=f"asyncflow_{key}",
+            source="AsyncFlow Table 1",
+            what=f"7B, 512 NPUs, over sequential: {what}",
+            cells=(Cell(label="7B 512", of=asyncflow(QWEN_7B, 512, mode), over=serial),),
+            paper=f"{published:.2f}",
+            low=published,
+            high=published,
+            note=note,
+        )
+        for key, what, mode, published, note in steps
+    ]
+
+
+def _asyncflow_figure_10() -> list[Row]:
+    figure = "AsyncFlow Figure 10"
     sizes = {QWEN_7B: (32, 64, 128, 256, 512), QWEN_32B: (64, 128, 256, 512, 1024)}
     grid = [(llm, gpus) for llm, of_llm in sizes.items() for gpus in of_llm]
 
@@ -358,25 +398,6 @@ def _asyncflow() -> list[Row]:
         return Cell(label=label, of=large, over=small, factor=large.batch / small.batch / 16)
 
     return [
-        Row(
-            key="asyncflow_stream",
-            source=table,
-            what="7B, 512 NPUs, over sequential: stream",
-            cells=(Cell(label="7B 512", of=at_512["stream"], over=at_512["serial"]),),
-            paper="2.01",
-            low=2.01,
-            high=2.01,
-        ),
-        Row(
-            key="asyncflow_async",
-            source=table,
-            what="7B, 512 NPUs, over sequential: + asynchronous",
-            cells=(Cell(label="7B 512", of=at_512["fully_async"], over=at_512["serial"]),),
-            paper="2.74",
-            low=2.74,
-            high=2.74,
-            note="the paper has more tasks in sequence than generation and training",
-        ),
         Row(
             key="asyncflow_gain",
             source=figure,
@@ -443,17 +464,20 @@ def _learned() -> list[Row]:
 
 
 def _drift() -> Row:
-    """Of the length ranker, on logs that are not part of the project: ``benchmarks/ranker.py`` measures it."""
-    before = Known(RANKER_DRIFT["before"])
+    """Of the length ranker, as ``benchmarks/ranker.py`` measured it."""
+    measured = json.loads(DRIFT.read_text()) if DRIFT.exists() else {}
+    named = {"at once": "drift_text_first_20", "learnt again": "drift_text_last_20"} if measured else {}
+    note = "math, Qwen2.5-3B and its RL-tuned child" if measured else "not measured: make bench NAME=ranker"
     return Row(
         key="ranker_drift",
         source="StreamRL sec. 5.2",
         what="tail recall at 20% when RL has tuned the policy, over before: at once, learnt again",
         cells=tuple(
-            Cell(label=name, of=before, over=Known(RANKER_DRIFT[name])) for name in ("at once", "learnt again")
+            Cell(label=label, of=Known(measured["drift_text_before_20"]), over=Known(measured[name]))
+            for label, name in named.items()
         ),
         paper="remains accurate",
-        note="math, Qwen2.5-3B and its RL-tuned child; make bench NAME=ranker measures it",
+        note=note,
     )
 
 
@@ -469,6 +493,7 @@ def rows() -> list[Row]:
         _figure_12(),
         *_transfer(),
         _drift(),
-        *_asyncflow(),
+        *_asyncflow_table_1(),
+        *_asyncflow_figure_10(),
         *_learned(),
     ]

@@ -184,8 +184,7 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
         )
     if s.endpoint.enabled:
         yield from _broken_of_endpoint(s)
-    own_environments = any(":" in environment.name for environment in s.environments.values())
-    if s.environment.path and not own_environments:
+    if s.environment.path and not s.own_environments:
         yield "environment.path environment.name", "is where a module:function lies: name it (environment.name)"
     if s.environment.max_turn_tokens > s.sampling.max_new_tokens:
         yield (
@@ -325,7 +324,7 @@ def _broken_of_data(s: Settings) -> Iterator[tuple[str, str]]:
             "scoring.pools algorithm.kl_coef",
             f"has {unknown[0]}, and without algorithm.kl_coef this run has no such task: take the pool out",
         )
-    if s.environment.executes_answers and not any(":" in one.name for one in s.environments.values()):
+    if s.environment.executes_answers and not s.own_environments:
         yield (
             "environment.executes_answers environment.name",
             "is about an environment of yours: name it (environment.name); the calculator executes nothing",

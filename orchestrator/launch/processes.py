@@ -166,7 +166,7 @@ def launched_env(run_dir: Path) -> dict[str, str]:
 def environment_arguments(settings: Settings) -> list[str]:
     """What allows a generation worker the user's environments; those that are built in need no allowance."""
     path = ["--environment-path", settings.environment.path] if settings.environment.path else []
-    names = sorted({one.name for one in settings.environments.values() if ":" in one.name})
+    names = settings.own_environments
     return ["--environment", ",".join(names), *path] if names else []
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from orchestrator.config.load import Resolved, resolve
-from orchestrator.launch.launchers.base import ProcessSpec, Resources
+from orchestrator.launch.launchers.base import Launcher, ProcessSpec, Resources
 from transport.contracts.types import WorkerKind
 
 WORKER = ProcessSpec(
@@ -34,3 +36,16 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not holds():  # noqa: ASYNC110 what another process or thread does wakes no task
             await asyncio.sleep(0.02)
+
+
+L = TypeVar("L", bound=Launcher)
+
+
+@asynccontextmanager
+async def opened(launcher: L) -> AsyncIterator[L]:
+    """Closed at the end, whatever a test found."""
+    await launcher.open(resume=False)
+    try:
+        yield launcher
+    finally:
+        await launcher.close()

@@ -39,7 +39,6 @@ from workers.environments.pool import (
     Environments,
     EpisodeLink,
     environment_setup,
-    own_environments,
 )
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, EvaluationError
 from workers.generation.embedded.engine import EmbeddedEngine
@@ -192,8 +191,8 @@ def mixed(**parts: dict[str, object]) -> Settings:
 async def test_each_part_of_the_data_talks_to_its_own_environment_and_one_may_have_none() -> None:
     told = {"environment": "tests.fakes.environments:Echo", "environment_params": {"greeting": "told"}}
     settings = mixed(said={}, told=told, again=told, sums={"environment": "calculator"}, alone={"environment": "none"})
-    assert own_environments(settings) == "tests.fakes.environments:Echo"
-    environments = Environments(settings, own_environments(settings), ROOT)
+    assert settings.own_environments == ["tests.fakes.environments:Echo"]
+    environments = Environments(settings, "tests.fakes.environments:Echo", ROOT)
     heard: dict[str, object] = {}
     try:
         await environments.start()
@@ -227,7 +226,7 @@ def test_environments_of_parts_run_only_where_each_is_allowed_and_are_each_tried
     with pytest.raises(EnvironmentSetupError, match=r"start it with --environment tests.fakes.environments:Told"):
         Environments(settings, "tests.fakes.environments:Echo", ROOT)
     with pytest.raises(EnvironmentSetupError, match="drop --environment mine:Own"):
-        Environments(settings, own_environments(settings) + ",mine:Own", ROOT)
+        Environments(settings, ",".join([*settings.own_environments, "mine:Own"]), ROOT)
     rows = [TrialRow(prompt="?", response="", entry=json.dumps({"part": part})) for part in ("said", "told")]
     with pytest.raises(
         EnvironmentSetupError, match=r"Told' was tried on 1 rows of data.mix.told and began none: .*says"

@@ -19,7 +19,7 @@ from orchestrator.launch.launchers.kubernetes_cluster import KubernetesLauncher,
 from orchestrator.launch.launchers.kubernetes_manifests import OWNER, manifests
 from orchestrator.launch.processes import Children, Fleet, last_words
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
-from tests.fakes.launched import IMAGE, LIMIT_S, RANKS, WORKER, configured, until
+from tests.fakes.launched import IMAGE, LIMIT_S, RANKS, WORKER, configured, opened, until
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import free_port
@@ -46,9 +46,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesApi]:
 
 
 async def test_a_pod_is_a_process_with_an_exit_code_and_a_log(api: KubernetesApi, tmp_path: Path):
-    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
-    await launcher.open(resume=False)
-    try:
+    async with opened(KubernetesLauncher(configured(*IMAGE).settings, api.url)) as launcher:
         process = await launcher.start(WORKER, tmp_path / "generate-1.log")
         (name,) = api.objects
         message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
@@ -60,16 +58,12 @@ async def test_a_pod_is_a_process_with_an_exit_code_and_a_log(api: KubernetesApi
         api.ended(name, 4)
         assert await process.wait() == 4
         assert "a line of the pod" in (tmp_path / "generate-1.log").read_text()
-    finally:
-        await launcher.close()
 
 
 async def test_a_pod_that_vanishes_was_killed_and_one_that_is_asked_to_end_is_deleted(
     api: KubernetesApi, tmp_path: Path
 ):
-    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
-    await launcher.open(resume=False)
-    try:
+    async with opened(KubernetesLauncher(configured(*IMAGE).settings, api.url)) as launcher:
         process = await launcher.start(WORKER, tmp_path / "log")
         (name,) = api.objects
         api.status(name, "Running")
@@ -77,8 +71,6 @@ async def test_a_pod_that_vanishes_was_killed_and_one_that_is_asked_to_end_is_de
         process.terminate()
         assert await process.wait() == NODE_LOST
         assert ("DELETE", f"/api/v1/namespaces/default/pods/{name}") in api.asked
-    finally:
-        await launcher.close()
 
 
 async def test_workers_that_the_run_asks_for_are_pods_and_one_that_was_drained_is_not_made_again(
@@ -89,8 +81,7 @@ async def test_workers_that_the_run_asks_for_are_pods_and_one_that_was_drained_i
     launcher = KubernetesLauncher(settings, api.url)
     children = Children(tmp_path, max_restarts=1, launcher=launcher)
     fleet = Fleet(settings=settings, run_dir=tmp_path, model_dir=tmp_path, url="redis://h:1", env={}, is_local=False)
-    await launcher.open(resume=False)
-    try:
+    async with opened(launcher):
         async with asyncio.TaskGroup() as group:
 
             def start(number: int) -> ProcessSpec:
@@ -111,8 +102,6 @@ async def test_workers_that_the_run_asks_for_are_pods_and_one_that_was_drained_i
             adding.cancel()
         await until(lambda: not api.objects)
         assert children.restarts == {}
-    finally:
-        await launcher.close()
 
 
 MEMORY = "The node was low on resource: memory."
@@ -137,9 +126,7 @@ PREEMPTED = {"reason": "Preempting", "message": "a pod of a higher priority came
 async def test_why_a_pod_ended_stands_last_in_its_log(
     api: KubernetesApi, tmp_path: Path, status: dict[str, Any] | None, reason: str, code: int
 ):
-    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
-    await launcher.open(resume=False)
-    try:
+    async with opened(KubernetesLauncher(configured(*IMAGE).settings, api.url)) as launcher:
         process = await launcher.start(WORKER, tmp_path / "log")
         (name,) = api.objects
         api.status(name, "Running")
@@ -153,21 +140,15 @@ async def test_why_a_pod_ended_stands_last_in_its_log(
         assert await process.wait() == code
         said = last_words((tmp_path / "log").read_text())
         assert reason in said
-    finally:
-        await launcher.close()
 
 
 @pytest.mark.parametrize("spec", [WORKER, RANKS], ids=["a pod", "a job without pods"])
 async def test_one_that_never_began_ends_when_it_is_told_to(api: KubernetesApi, tmp_path: Path, spec: ProcessSpec):
-    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
-    await launcher.open(resume=False)
-    try:
+    async with opened(KubernetesLauncher(configured(*IMAGE).settings, api.url)) as launcher:
         process = await launcher.start(spec, tmp_path / "log")
         assert spec.name in await launcher.pending()
         process.kill()
         assert await process.wait() == NODE_LOST
-    finally:
-        await launcher.close()
 
 
 async def test_an_api_that_does_not_answer_and_a_namespace_that_may_not_be_used_are_said_at_once(
@@ -185,37 +166,27 @@ async def test_an_api_that_does_not_answer_and_a_namespace_that_may_not_be_used_
 
 
 async def test_a_quota_is_said_as_the_api_says_it_and_tried_again(api: KubernetesApi, tmp_path: Path):
-    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
-    await launcher.open(resume=False)
-    try:
+    async with opened(KubernetesLauncher(configured(*IMAGE).settings, api.url)) as launcher:
         api.refuse = (403, "exceeded quota: gpus")
         with pytest.raises(KubernetesUnavailableError, match=r"answers 403.*exceeded quota"):
             await launcher.start(WORKER, tmp_path / "log")
         with pytest.raises(ChildFailedError, match="exceeded quota"):
             await Children(tmp_path, max_restarts=1, launcher=launcher).keep(WORKER)
-    finally:
-        await launcher.close()
 
 
 async def test_an_image_that_is_not_there_is_said_as_the_node_says_it(api: KubernetesApi, tmp_path: Path):
-    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
-    await launcher.open(resume=False)
-    try:
+    async with opened(KubernetesLauncher(configured(*IMAGE).settings, api.url)) as launcher:
         await launcher.start(WORKER, tmp_path / "log")
         waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such manifest"}}
         container = {"name": "streamrl", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
         api.status(next(iter(api.objects)), "Pending", containerStatuses=[{**container, "state": waiting}])
         await until_pending(launcher, {"generate-1": "Kubernetes: ImagePullBackOff: no such manifest"})
-    finally:
-        await launcher.close()
 
 
 async def test_a_creation_that_is_answered_late_or_twice_starts_one_pod(
     api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    launcher = KubernetesLauncher(configured(*IMAGE).settings, api.url)
-    await launcher.open(resume=False)
-    try:
+    async with opened(KubernetesLauncher(configured(*IMAGE).settings, api.url)) as launcher:
         with monkeypatch.context() as impatient:
             impatient.setattr(kubernetes_cluster, "ANSWER_S", 0.3)
             api.answers.clear()
@@ -229,8 +200,6 @@ async def test_a_creation_that_is_answered_late_or_twice_starts_one_pod(
         assert await process.wait() == 0
         await launcher.start(WORKER, tmp_path / "log")
         assert list(api.objects) != [name], "the next start is another pod"
-    finally:
-        await launcher.close()
 
 
 async def test_what_an_earlier_supervisor_left_is_ended_and_no_more_is_asked_than_the_role_allows(

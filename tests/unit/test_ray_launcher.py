@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,17 @@ from orchestrator.launch.launchers import ray_cluster
 from orchestrator.launch.launchers.base import NODE_LOST
 from orchestrator.launch.launchers.ray_cluster import RayLauncher, RayUnavailableError, in_time
 from orchestrator.launch.processes import last_words
-from tests.fakes.launched import RANKS, WORKER, configured, until
+from tests.fakes.launched import RANKS, WORKER, configured, opened, until
 from tests.fakes.manual_clock import ManualClock
-from tests.fakes.ray_api import NO_PACKAGE, ray_api
+from tests.fakes.ray_api import NO_PACKAGE, RayApi, ray_api
 from tests.fakes.redis_servers import free_port
+
+
+@asynccontextmanager
+async def on_ray() -> AsyncIterator[tuple[RayApi, RayLauncher]]:
+    with ray_api() as api:
+        async with opened(RayLauncher(configured("launcher.kind=ray").settings, 2)) as launcher:
+            yield api, launcher
 
 
 async def test_a_head_of_ray_that_is_gone_is_a_reason_then_the_end_and_one_that_comes_back_is_neither(tmp_path: Path):
@@ -48,9 +57,7 @@ async def test_a_head_of_ray_that_is_gone_is_a_reason_then_the_end_and_one_that_
 
 
 async def test_an_actor_is_a_process_with_what_it_writes_and_its_exit_code(tmp_path: Path):
-    with ray_api() as api:
-        launcher = RayLauncher(configured("launcher.kind=ray").settings, 2)
-        await launcher.open(resume=False)
+    async with on_ray() as (api, launcher):
         output = tmp_path / "generate-1.log"
         process = await launcher.start(WORKER, output)
         assert await launcher.pending() == {
@@ -68,13 +75,10 @@ async def test_an_actor_is_a_process_with_what_it_writes_and_its_exit_code(tmp_p
         actor.says(b"", 3)
         assert await process.wait() == 3
         assert output.read_text() == "a line of the worker\n"
-        await launcher.close()
 
 
 async def test_ranks_of_ray_end_with_the_first_that_is_lost_and_all_are_lost_with_the_head(tmp_path: Path):
-    with ray_api() as api:
-        launcher = RayLauncher(configured("launcher.kind=ray").settings, 2)
-        await launcher.open(resume=False)
+    async with on_ray() as (api, launcher):
         ranks = await launcher.start(RANKS, tmp_path / "train-0.log")
         assert api.groups == [[{"CPU": 1.0, "GPU": 1.0}] * 2]
         assert [actor.given[1]["RANK"] for actor in api.actors] == ["0", "1"]
@@ -90,15 +94,12 @@ async def test_ranks_of_ray_end_with_the_first_that_is_lost_and_all_are_lost_wit
             await launcher.pending()
         assert await worker.wait() == NODE_LOST
         api.actors[-1].lost()
-        await launcher.close()
 
 
 async def test_an_actor_that_is_created_after_nobody_waits_for_it_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with ray_api() as api:
-        launcher = RayLauncher(configured("launcher.kind=ray").settings, 2)
-        await launcher.open(resume=False)
+    async with on_ray() as (api, launcher):
         with monkeypatch.context() as impatient:
             impatient.setattr(ray_cluster, "ANSWER_S", 0.05)
             api.answers.clear()
@@ -110,19 +111,15 @@ async def test_an_actor_that_is_created_after_nobody_waits_for_it_is_ended(
         assert [actor.was_killed for actor in api.actors] == [True, False]
         second.kill()
         assert await second.wait() == NODE_LOST
-        await launcher.close()
 
 
 async def test_a_node_without_the_package_is_no_lost_node_and_says_what_it_lacks(tmp_path: Path):
-    with ray_api() as api:
-        launcher = RayLauncher(configured("launcher.kind=ray").settings, 2)
-        await launcher.open(resume=False)
+    async with on_ray() as (api, launcher):
         process = await launcher.start(WORKER, tmp_path / "log")
         api.actors[0].lost(NO_PACKAGE)
         assert await process.wait() == 1
         words = last_words((tmp_path / "log").read_text())
         assert words == "Ray cannot start it on a node: ModuleNotFoundError: No module named 'orchestrator'"
-        await launcher.close()
 
 
 async def test_a_cluster_of_ray_that_is_not_there_is_said_before_anything_starts():

@@ -858,3 +858,21 @@ routes_decoder = MessageDecoder(WeightRoutes)
 update_decoder = MessageDecoder(UpdateRequest)
 worker_status_decoder = MessageDecoder(WorkerStatus)
 rollout_info_decoder = MessageDecoder(RolloutInfo)
+
+
+class _EntryOfPart(Struct, frozen=True, kw_only=True):
+    """What is read of a prompt's entry; the rest is the reward's, or its environment's."""
+
+    part: str = ""
+
+
+_entry_decoder = msgspec.json.Decoder(_EntryOfPart)
+
+
+def part_of(entry: bytes) -> str:
+    """The part of ``[data.mix]`` that a prompt is of, by its column TASK_ENTRY; "" where it names none, as that of a
+    held-out problem. Raises MessageError."""
+    try:
+        return _entry_decoder.decode(entry or b"{}").part
+    except msgspec.MsgspecError as error:
+        raise MessageError(f"the entry of a prompt names no part of [data.mix]: {error}") from error

@@ -40,37 +40,35 @@ Directory = Annotated[str, Meta(pattern=r"^.+\Z", description="a directory")]
 ModelPath = Annotated[
     str, Meta(pattern=r"^.+\Z", description="a directory, a hub name, package:<name> or random:<name>")
 ]
+_OWN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # module:function
+_DEVICE = r"auto|cpu|cuda(:\d+)?"
 AdvantageName = Annotated[
     str,
     Meta(
-        pattern=r"^(group_std|mean_only|rloo|batch_std|gae|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
+        pattern=rf"^(group_std|mean_only|rloo|batch_std|gae|{_OWN})\Z",
         description='"group_std", "mean_only", "rloo", "batch_std", "gae", or module:function of yours',
     ),
 ]
 LossName = Annotated[
     str,
     Meta(
-        pattern=r"^(ppo_clip|cispo|gspo|sequence_clip|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
+        pattern=rf"^(ppo_clip|cispo|gspo|sequence_clip|{_OWN})\Z",
         description='"ppo_clip", "cispo", "gspo", "sequence_clip", or module:function of yours',
     ),
 ]
-FunctionName = Annotated[
-    str, Meta(pattern=r"^(|code|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='module:function, or "code"')
-]
+FunctionName = Annotated[str, Meta(pattern=rf"^(|code|{_OWN})\Z", description='module:function, or "code"')]
 EnvironmentName = Annotated[
-    str, Meta(pattern=r"^(|calculator|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='"calculator" or module:function')
+    str, Meta(pattern=rf"^(|calculator|{_OWN})\Z", description='"calculator" or module:function')
 ]
 PartEnvironment = Annotated[
     str,
     Meta(
-        pattern=r"^(|none|calculator|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
+        pattern=rf"^(|none|calculator|{_OWN})\Z",
         description='"calculator", module:function, or "none"',
     ),
 ]
-Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda or cuda:<n>")]
-ScoringDevice = Annotated[
-    str, Meta(pattern=r"^(|auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda, cuda:<n>, or empty")
-]
+Device = Annotated[str, Meta(pattern=rf"^({_DEVICE})\Z", description="auto, cpu, cuda or cuda:<n>")]
+ScoringDevice = Annotated[str, Meta(pattern=rf"^(|{_DEVICE})\Z", description="auto, cpu, cuda, cuda:<n>, or empty")]
 ScoringTask = Annotated[
     str, Meta(pattern=r"^(reward|reference|advantages)\Z", description='"reward", "reference" or "advantages"')
 ]
@@ -681,6 +679,11 @@ class Settings(Section, frozen=True, kw_only=True):
 
         every = {"": self.environment} | {name: of(part) for name, part in self.data.mix.items()}
         return {name: environment for name, environment in every.items() if environment.name}
+
+    @property
+    def own_environments(self) -> list[str]:
+        """The user's own among them, module:function each."""
+        return sorted({environment.name for environment in self.environments.values() if ":" in environment.name})
 
     @property
     def scoring_tasks(self) -> dict[str, bool]:

@@ -11,9 +11,9 @@ import asyncio
 import importlib.util
 import shutil
 
-from transport.contracts.messages import TrialRows
+from transport.contracts.messages import TrialRows, part_of
 from transport.contracts.settings import SERVER_ENGINES, AlgorithmSettings, GenerationSettings, Settings
-from workers.environments.pool import Environments, own_environments, part_of
+from workers.environments.pool import Environments
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, ModelError
 from workers.models import choose_device, try_chat_template
 from workers.scoring.reward_pool import open_pool
@@ -84,7 +84,7 @@ async def _try_reward(settings: Settings, trial: TrialRows) -> None:
 
 async def _try_environment(settings: Settings, trial: TrialRows) -> None:
     """It may fail to begin on a hard row; one that fails on all of ``trial`` would fail throughout the run."""
-    pool = Environments(settings, own_environments(settings), settings.environment.path)
+    pool = Environments(settings, ",".join(settings.own_environments), settings.environment.path)
     failures: dict[str, list[str]] = {}
     begun: set[str] = set()
     try:

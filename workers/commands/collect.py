@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from transport.contracts.collection import Collected, CollectedAnswer, CollectedPrompt, CollectJob, CollectPrompt
 from transport.contracts.types import FinishReason, GroupId
 from workers.commands.build import ServerChoice, engine_of, with_environment
-from workers.environments.pool import own_environments
 from workers.errors import EvaluationError, RewardError
 from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest, serving
 from workers.models import Detokenize, load_detokenizer, stop_token_ids
@@ -56,9 +55,8 @@ async def collect(
     settings, directory = job.settings, Path(job.model_dir)
     engine = engine_of(settings, directory, log_path, settings.model.trust_remote_code, server)
     if settings.environments:  # the settings are those of the one who called: no run's
-        engine = await with_environment(
-            engine, settings, directory, own_environments(settings), settings.environment.path
-        )
+        allowed, path = ",".join(settings.own_environments), settings.environment.path
+        engine = await with_environment(engine, settings, directory, allowed, path)
     async with AsyncExitStack() as stack:
         pool = None
         if job.rewards:

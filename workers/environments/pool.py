@@ -23,6 +23,7 @@ from typing import cast
 import msgspec
 import structlog
 
+from transport.contracts.messages import part_of
 from transport.contracts.settings import EnvironmentSettings, Settings
 from transport.process.programs import python_module
 from transport.process.secret import own_directories
@@ -323,20 +324,6 @@ class OneTurn:
 
     def close(self) -> None:
         pass
-
-
-class _EntryOfPart(msgspec.Struct, frozen=True, kw_only=True):
-    part: str = ""
-
-
-def part_of(entry: bytes) -> str:
-    """The part of ``[data.mix]`` that a row is of, "" where it names none."""
-    return msgspec.json.decode(entry or b"{}", type=_EntryOfPart).part
-
-
-def own_environments(settings: Settings) -> str:
-    """As the command line of a worker allows them all: for one whose settings are its user's own."""
-    return ",".join(sorted({one.name for one in settings.environments.values() if ":" in one.name}))
 
 
 class Environments:

@@ -133,7 +133,7 @@ class RewardModelPool:
         self._model: RewardModel | None = None
         self._passes = Passes(self._scores)
         self.failures = 0
-        self.jailed = False
+        self.jailed = None
 
     async def start(self, trial: Sequence[Sample] = ()) -> None:
         """Load it, and try it. Raises RewardSetupError: there is none, or it scores none of ``trial``; ModelError."""

@@ -79,11 +79,13 @@ class Reward(Struct, frozen=True, kw_only=True):
 class RewardSource(Protocol):
     """What a run has its rewards of: processes of a function, jails of answers, or a model. ``close`` comes last.
 
-    failures: calls that ended with an error.  jailed: whether it runs in a jail.
+    failures: calls that ended with an error.  jailed: whether it runs in a jail; None: it runs nobody's code.
     """
 
     failures: int
-    jailed: bool
+
+    @property
+    def jailed(self) -> bool | None: ...
 
     async def start(self, trial: Sequence[Sample] = ()) -> None:
         """Raises RewardSetupError: there is none here, or it computes nothing for any of ``trial``; ModelError."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from transport.broker.base import Commit, RowWrite
 from transport.broker.events import event_append
-from transport.contracts.messages import GroupScored, RowsMissing, rollout_info_decoder
+from transport.contracts.messages import GroupScored, RowsMissing, part_of, rollout_info_decoder
 from transport.contracts.settings import AlgorithmSettings
 from transport.contracts.types import Column, GroupId, RowId, WorkerId, row_id
 from transport.errors import MessageError
@@ -94,12 +94,6 @@ def _scored(row_id: RowId, reward: Reward) -> Commit:
         Column.REWARD_COMPONENTS: msgspec.json.encode(reward.components),
     }
     return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
-
-
-class _EntryOfPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a prompt's entry; the rest is the reward's."""
-
-    part: str = ""
 
 
 Estimate = Callable[[NDArray[np.float32]], NDArray[np.float32]]
@@ -177,12 +171,9 @@ class AdvantageTask:
         return Commit(rows=writes)
 
     async def _part(self, group_id: GroupId) -> str:
-        """ "" where its entry names none, as that of a held-out problem. Raises MessageError."""
+        """Raises MessageError."""
         (group,) = await self._rows.read_groups([group_id], [Column.TASK_ENTRY])
-        try:
-            return msgspec.json.decode(group.get(Column.TASK_ENTRY, b"{}"), type=_EntryOfPart).part
-        except msgspec.MsgspecError as error:
-            raise MessageError(f"the entry of a group of [data.mix] names no part: {error}") from error
+        return part_of(group.get(Column.TASK_ENTRY, b""))
 
     def _advantages(
         self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]], estimate: Estimate | None

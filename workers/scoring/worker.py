@@ -179,8 +179,8 @@ class ScoringWorker:
         counters["given_up"] = float(sum(consumer.given_up for consumer in self._consumers.values()))
         if self._pool is not None:
             counters["reward_failures"] = float(self._pool.failures)
-        if self._pool is not None and not self._settings.scoring.reward_model:  # which is no code
-            counters["jailed"] = float(self._pool.jailed)
+            if self._pool.jailed is not None:
+                counters["jailed"] = float(self._pool.jailed)
         doing = "scoring" if self._meter.in_work else "waiting" if self._consumers else "starting"
         return Activity(doing=doing, busy_s=self._meter.busy_s(), running=self._meter.in_work, counters=counters)
 

@@ -79,7 +79,8 @@ async def in_time(
     In a daemon thread: one that hangs keeps neither the loop nor the end of the program.
 
     undo: called in such a thread with a result that comes when nobody waits for it any more.
-    until: the thread lives on until it is set: Linux ends Ray's own processes with the thread that started them.
+    until: after a result the thread lives on until it is set: Linux ends Ray's own processes with the thread that
+    started them.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
@@ -96,13 +97,13 @@ async def in_time(
 
     def work() -> None:
         try:
-            tell = partial(succeed, call())
-        except BaseException as error:
-            tell = partial(fail, error)
+            tell, ends = partial(succeed, call()), until
+        except BaseException as error:  # whatever it is, who waits raises it
+            tell, ends = partial(fail, error), None
         with suppress(RuntimeError):  # the loop is closed: the program has left Ray, which ends what it made
             loop.call_soon_threadsafe(tell)
-        if until is not None:
-            until.wait()
+        if ends is not None:
+            ends.wait()
 
     threading.Thread(target=work, name="ray", daemon=True).start()
     try:
@@ -301,10 +302,9 @@ class RayLauncher:
     async def close(self) -> None:
         import ray
 
-        if not ray.is_initialized():
-            return
         try:
-            await in_time(ray.shutdown)
+            if ray.is_initialized():
+                await in_time(ray.shutdown)
         except RayUnavailableError as error:
             atexit.unregister(ray.shutdown)  # it would wait again
             log.warning("Ray was not left", error=str(error))
