@@ -51,6 +51,7 @@ OURS_ALONE = (
     "fsspec",
     "starlette",
     "ucxx",
+    "isal",
 )
 
 

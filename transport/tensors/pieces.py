@@ -17,9 +17,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from isal import isal_zlib
-
 from transport.contracts.messages import Piece
+
+try:
+    from isal import isal_zlib as checksums  # at memory speed
+except ModuleNotFoundError:  # a server whose Python has only what the server needs loads weights with this module, too
+    import zlib as checksums
 
 POLYNOMIAL = 0xEDB88320  # of zlib's CRC-32, lowest power of x in the highest bit
 ONE = 1 << 31
@@ -111,7 +114,7 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     """CRC-32 of bytes that follow others whose CRC-32 is ``value``."""
-    return isal_zlib.crc32(data, value)  # pyright: ignore[reportUnknownMemberType]: its stub leaves the buffer untyped
+    return checksums.crc32(data, value)  # pyright: ignore[reportUnknownMemberType]: isal's stub leaves the buffer untyped
 
 
 def box_checksum(chunks: Iterable[bytes | bytearray | memoryview], box: Box, shape: Sequence[int], item: int) -> str:
