@@ -11,6 +11,7 @@ from tests.unit.test_slots import V0, V1, by_sample, check_logprobs, decoder_of,
 from transport.contracts.types import FinishReason, GroupId
 from transport.rows.partial import Beginning
 from workers.generation.embedded.drafts import SaidBefore
+from workers.generation.embedded.products import rounds_by_row
 from workers.generation.embedded.slots import Drafting
 from workers.generation.engine import Completion
 
@@ -51,6 +52,9 @@ def test_with_drafts_every_sample_is_the_one_without(family, fused, temperature)
     decoder = drafted_by(decoder_of(model, slots=5, fused=fused), drafting_of())
     results = run_all(decoder, requests)
     assert ids(results) == ids(plain)
+    if fused and rounds_by_row(model.get_input_embeddings().weight):
+        kept = by_sample(plain)
+        assert all((one.logprobs == kept[key].logprobs).all() for key, one in by_sample(results).items()), "to the bit"
     assert decoder.tokens == sum(len(one.response_ids) for one in results)
     assert decoder.drafted > 0
     assert (0 if temperature else 1) <= decoder.accepted <= decoder.drafted

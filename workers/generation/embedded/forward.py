@@ -25,6 +25,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from workers.errors import ModelError
+from workers.generation.embedded.products import Linear, enough_rows
 
 FIRST_CAPACITY = 128
 """Tokens a slot can hold at first; it doubles on demand, because with T innermost a page of every key row is touched
@@ -196,6 +197,10 @@ class Forward(Protocol):
         """Returns logits [num_decode + len(prompts), V]: of each decode token, then of each prompt's last token."""
         ...
 
+    def weights_changed(self) -> None:
+        """Call after writing to the parameters, before the next step."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
@@ -224,15 +229,15 @@ def can_fuse(model: PreTrainedModel) -> bool:
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _linear(layer: nn.Linear) -> Operation:
-    return partial(F.linear, weight=layer.weight, bias=layer.bias)
+def _linear(layer: nn.Linear) -> Linear:
+    return Linear(layer.weight, layer.bias)
 
 
 def _norm(norm: Any) -> Operation:
     return partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=float(norm.variance_epsilon))
 
 
-def _fuse(*linears: nn.Linear) -> Operation:
+def _fuse(*linears: nn.Linear) -> Linear:
     """One linear layer for several with the same input; their parameters become views of its rows."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     bias = torch.cat([linear.bias.detach() for linear in linears]) if linears[0].bias is not None else None
@@ -243,7 +248,7 @@ def _fuse(*linears: nn.Linear) -> Operation:
         if bias is not None:
             linear.bias = nn.Parameter(bias[start:stop], requires_grad=False)
         start = stop
-    return partial(F.linear, weight=weight, bias=bias)
+    return Linear(weight, bias)
 
 
 def _rotate(cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -256,13 +261,13 @@ class _Layer:
     """The parameters of one block. q_norm, k_norm: Qwen3 only."""
 
     input_norm: Operation
-    qkv: Operation
+    qkv: Linear
     q_norm: Operation | None
     k_norm: Operation | None
-    out: Operation
+    out: Linear
     mlp_norm: Operation
-    gate_up: Operation
-    down: Operation
+    gate_up: Linear
+    down: Linear
 
 
 class FusedForward:
@@ -295,8 +300,14 @@ class FusedForward:
             hidden = hidden[torch.tensor(rows, device=hidden.device)]
         return self._lm_head(self._norm(hidden))
 
+    def weights_changed(self) -> None:
+        self._lm_head.pack()
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                linear.pack()
+
     def _mask(self, batch: StepBatch) -> torch.Tensor:
-        """What lies beyond each decode token: [n * H, 1 or W * G, T] in the model's dtype, 0 or -inf."""
+        """What lies beyond each decode token: [n * H, 1 or as many rows as its product has, T], 0 or -inf."""
         positions, kv_heads = batch.positions[: batch.num_decode], self._kv_heads
         tokens = -(-batch.max_tokens // LIVE_MULTIPLE) * LIVE_MULTIPLE
         outside = torch.arange(tokens, device=positions.device) > positions[:, None]
@@ -306,7 +317,7 @@ class FusedForward:
             return mask.repeat_interleave(kv_heads, dim=0)[:, None]
         n, width = batch.runs.rows.shape
         each = mask[batch.runs.rows][:, None, :, None].expand(n, kv_heads, width, self._heads // kv_heads, tokens)
-        return each.reshape(n * kv_heads, -1, tokens)
+        return enough_rows(each.reshape(n * kv_heads, -1, tokens))
 
     def _attend(
         self,
@@ -347,11 +358,10 @@ class FusedForward:
         keys, values = kv.live(index, n, tokens)
         # A slot's tokens, and query heads that share a key head, are the rows of one product: no key is repeated.
         grouped = query.view(n, width, self._kv_heads, -1, self._head_dim).transpose(1, 2)
-        scores = torch.baddbmm(
-            mask, grouped.reshape(n * self._kv_heads, -1, self._head_dim), keys.flatten(0, 1), alpha=self._scale
-        )
-        attended = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
-        return attended.view(n, self._kv_heads, width, -1).transpose(1, 2).reshape(n * width, -1)
+        rows = grouped.reshape(n * self._kv_heads, -1, self._head_dim)
+        scores = torch.baddbmm(mask, enough_rows(rows), keys.flatten(0, 1), alpha=self._scale)
+        attended = torch.bmm(scores.softmax(-1), values.flatten(0, 1))[:, : rows.shape[1]]
+        return attended.reshape(n, self._kv_heads, width, -1).transpose(1, 2).reshape(n * width, -1)
 
     def _attend_prompt(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query: [P, heads, D].  key, value: [P, H, D].  Returns [P, heads * D]."""
@@ -422,6 +432,9 @@ class ModuleForward:
             for index, layer in enumerate(cast(Any, cache).layers):
                 kv.fill(index, prompt.slots, layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
         return torch.cat(logits)
+
+    def weights_changed(self) -> None:
+        """The module computes with its parameters as they are."""
 
     def _decode(self, batch: StepBatch, kv: SlotKV) -> torch.Tensor:
         """Every token is a row of the module's batch, also where several are of one slot."""

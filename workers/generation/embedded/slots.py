@@ -550,6 +550,7 @@ class SlotDecoder:
         """
         for name, tensor in tensors.items():
             self.parameters[name].copy_(tensor)
+        self._forward.weights_changed()
         self.weights = weights
         self._kept.clear()
         if self._waiting.started is not None:
