@@ -177,3 +177,18 @@ def test_kinds_of_drafts_are_told_apart_and_the_past_is_forgotten():
     for _ in range(600):
         acceptance.saw(found(matched=16, times=3, of=3), False)
     assert acceptance.chance(found(matched=16, times=3, of=3)) < 0.1
+
+
+def test_a_sample_that_says_what_no_other_did_is_drafted_with_less_hope_and_one_that_does_as_they_with_more():
+    """In the end a batch waits for odd ones, and what the many had guessed right says little of them."""
+    said = SaidBefore(1000)
+    for _ in range(6):
+        say(said, [1, 2], list(range(10, 40)))
+    odd, usual = (said.begin(bytes([1, 2]), [1, 2]) for _ in range(2))
+    for token in range(10, 20):
+        said.add(usual, token)
+        said.add(odd, 90 + token)
+        said.add(odd, token)  # from here on every suffix of length one is known
+    first, second = said.draft(odd, 1).chances[0], said.draft(usual, 1).chances[0]
+    assert odd.likelier < usual.likelier
+    assert first < second <= 1

@@ -131,7 +131,9 @@ class Continuation(NamedTuple):
 FORGET = 1 / 256
 """Weight of one observation: with the weights that are trained, and the samples that end, the past says ever less."""
 PRIOR = 4.0
-"""Observations that what a kind of draft begins with counts for."""
+"""Observations that what a kind of draft begins with counts for; and that a sample is like the others."""
+OWN_FORGET = 1 / 16
+"""The same of a sample's own record: it may come to say what was never said, or what it says again and again."""
 
 
 class Acceptance:
@@ -166,12 +168,24 @@ class Acceptance:
 @dataclass(slots=True)
 class Text:
     """Prompt and response of one sample, as far as they are known. state: in the automaton of its prompt.  kept: it can
-    be found again; once it is not, it stays so, as what followed would stand behind a gap.
+    be found again; once it is not, it stays so, as what followed would stand behind a gap.  came_true, expected: guesses
+    of late, and by what chance: those that a batch waits for at its end are the odd ones.
     """
 
     of: _Said
     state: int = ROOT
     kept: bool = True
+    came_true: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def likelier(self) -> float:
+        """Factor by which guesses come true more often in it than in others."""
+        return (self.came_true + PRIOR) / (self.expected + PRIOR)
+
+    def saw(self, chance: float, came_true: bool) -> None:
+        self.came_true = self.came_true * (1 - OWN_FORGET) + came_true
+        self.expected = self.expected * (1 - OWN_FORGET) + chance
 
 
 @dataclass(slots=True)
@@ -224,6 +238,7 @@ class SaidBefore:
     def add(self, text: Text, token: int) -> None:
         """The sample drew ``token``."""
         if (found := text.of.automaton.continued(text.state)) is not None:
+            text.saw(self.acceptance.chance(found), found.token == token)
             self.acceptance.saw(found, found.token == token)
         self._add(text, token)
 
@@ -254,7 +269,7 @@ class SaidBefore:
         while len(token_ids) < max_tokens and (found := automaton.continued(state)) is not None:
             if found.token in stop_token_ids:
                 break
-            chance *= self.acceptance.chance(found)
+            chance *= min(1.0, text.likelier * self.acceptance.chance(found))
             token_ids.append(found.token)
             chances.append(chance)
             state = found.state
