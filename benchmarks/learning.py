@@ -11,8 +11,8 @@ checkpoint. Table and curves are made of what is there:
 
     python -m benchmarks.learning [--cells sync:0,ppo:0] [--draw] [--work DIR]
 
---draw runs nothing. Without --cells all that are missing are run, some 6 minutes each on two cores that multiply bf16 with
-nothing else, 20 where they have avx2 alone.
+--draw runs nothing. Without --cells all that are missing are run. With nothing beside it each takes some 6 minutes on
+two cores that multiply bf16, and 20 where they have avx2 alone.
 
 Last line: JSON; a figure is null until all of its cells are there.
 """

@@ -168,8 +168,8 @@ class Acceptance:
 @dataclass(slots=True)
 class Text:
     """Prompt and response of one sample, as far as they are known. state: in the automaton of its prompt.  kept: it can
-    be found again; once it is not, it stays so, as what followed would stand behind a gap.  came_true, expected: guesses
-    of late, and by what chance: those that a batch waits for at its end are the odd ones.
+    be found again; once it is not, it stays so, as what followed would stand behind a gap.  came_true, expected: of its
+    guesses of late; the samples that a batch waits for at its end are the odd ones.
     """
 
     of: _Said
