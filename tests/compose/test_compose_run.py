@@ -162,12 +162,12 @@ def unhealthy(stack: Stack) -> list[str]:
 
 
 def test_a_rank_that_hangs_beside_another_is_killed_by_their_health_check(images: None, tmp_path: Path):
-    stack = Stack(tmp_path, config(batches=100_000), STREAMRL_SILENT_S="15", TRAINER_RANKS="2")
+    stack = Stack(tmp_path, config(batches=100_000), STREAMRL_SILENT_S="40", TRAINER_RANKS="2")
     try:
         stack.up()
         stack.wait_until(lambda: stack.trained() >= 1, "first batch")
         container = stack.signal("trainer", "STOP", rank=1)
-        stack.wait_until(lambda: inspected(container, "{{.RestartCount}}") == "1", "restart", timeout_s=90)
+        stack.wait_until(lambda: inspected(container, "{{.RestartCount}}") == "1", "restart", timeout_s=120)
         stack.wait_for_batches(2)
         stack.signal("trainer", "KILL")
         stack.wait_for_batches(2)
