@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 
 import msgspec
@@ -40,8 +42,8 @@ from benchmarks.papers.settings import (
     split,
     sync_stream,
 )
-from benchmarks.papers.trials import MOVE, ProgressLine, Trial, moves, run_trials
-from orchestrator.sim.costs import ASSUMED, H800, Assumptions, decode_cost
+from benchmarks.papers.trials import MOVE, Kept, ProgressLine, Trial, moves, run_trials
+from orchestrator.sim.costs import ASSUMED, H800, Assumptions, DoesNotFitError, decode_cost
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.llms import QWEN_72B
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
@@ -179,33 +181,70 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
 HEADLINES = ("sync_plain", "sync_aided", "async_plain", "async_aided", "async_fp8", "mean1_aided")
 NODES = (-16, -8, 8, 16)
 """GPUs more or fewer that generate when a split is chosen anew: whole nodes."""
+TRIED = 2
+"""Of these splits, that are simulated: the best by arithmetic."""
 
 
-def moved(cases: Sequence[str], seed: int, jobs: int) -> dict[str, float]:
-    """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what; then
-    the same two with the best of several splits. The generation alone over its bound likewise, without a split."""
+def moved(cases: Sequence[str], seed: int, jobs: int, kept: Kept, least: float) -> dict[str, float]:
+    """Every headline with constants of the model 20% lower and higher: the worst and the best, and by what; then
+    the same two with the best of several splits. The generation alone over its bound likewise, without a split.
+
+    least: share of what a stage takes by arithmetic that a constant must move, of a headline, to be moved.
+    """
     headlines = [row for name in HEADLINES if name in cases for row in _headline_rows(name)]
-    lines = [*headlines, *OVER_BOUND]
-    plain = compare(lines, seeds=(seed,), iterations=BATCHES, jobs=jobs, progress=ProgressLine("headlines"))
     figures: dict[str, float] = {}
-    for one in with_swings(plain, seed=seed, jobs=jobs, progress=ProgressLine("headlines with moved constants")):
+    for row in (*headlines, *OVER_BOUND):
+        (plain,) = compare([row], seeds=(seed,), iterations=BATCHES, jobs=jobs, kept=kept)
+        which = _mattering(row, least)
+        progress = ProgressLine(f"{row.key}, moved:")
+        (one,) = with_swings([plain], seed=seed, jobs=jobs, progress=progress, kept=kept, which=which)
         swing = one.swing
         if swing is None:
             raise KeyboardInterrupt
         worst, best = swing.worst, swing.best
         print(
-            f"{one.row.what}, {one.low:.3f}; when one constant moves by {MOVE:.0%}: {worst:.3f} ({swing.worst_by}) to "
-            f"{best:.3f} ({swing.best_by}); moved most by {swing.most or '-'}; "
+            f"{row.key}: {row.what}, {one.low:.3f}; when one of {len(which)} moves by {MOVE:.0%}: {worst:.3f} "
+            f"({swing.worst_by}) to {best:.3f} ({swing.best_by}); moved most by {swing.most or '-'}; "
             f"does not fit: {', '.join(swing.refused) or '-'}",
             flush=True,
         )
-        figures |= {f"{one.row.key}_worst": round(worst, 3), f"{one.row.key}_best": round(best, 3)}
-        if one.row in headlines:
+        figures |= {f"{row.key}_worst": round(worst, 3), f"{row.key}_best": round(best, 3)}
+        if row in headlines:
             for end, by in (("worst", swing.worst_by), ("best", swing.best_by)):
-                value, gpus = _planned_anew(one, moves()[by], seed, jobs)
+                value, gpus = _planned_anew(one, moves()[by], seed, jobs, kept)
                 print(f"  {end} ({by}), planned anew: {value:.3f}, {gpus} GPUs generate", flush=True)
-                figures[f"{one.row.key}_{end}_planned"] = round(value, 3)
+                figures[f"{row.key}_{end}_planned"] = round(value, 3)
     return figures
+
+
+def _mattering(row: Row, least: float) -> dict[str, Assumptions]:
+    """The moves that change what a stage of the row takes by ``least`` of it, or make it not fit."""
+    (cell,) = row.cells
+    sides = [side for side in (cell.of, cell.over) if isinstance(side, Pipelined)]
+    if not sides:
+        return moves()
+    return {name: one for name, one in moves().items() if max(_changed(side, one) for side in sides) >= least}
+
+
+def _changed(side: Pipelined, assumed: Assumptions) -> float:
+    """The largest share by which a stage takes longer, or less long."""
+    try:
+        return max(abs(after / before - 1) for before, after in zip(_stages(side), _stages(side, assumed), strict=True))
+    except DoesNotFitError:
+        return math.inf
+
+
+def _stages(side: Pipelined, assumed: Assumptions = ASSUMED) -> tuple[float, float, float]:
+    """Seconds of a batch by arithmetic: generation, the longest sample alone, training in rounds that are full."""
+    workload, layout = side.workload(0, 1), side.laid_out(assumed)
+    limit = bound(workload, replace(layout, slots=100_000), assumed)
+    train = layout.train_cost(workload.llm, workload.algorithm, assumed)
+    question = fmean(workload.lengths.questions)
+    whole = [samples[0] + question for samples in workload.lengths.lengths]
+    tokens, squares = sum(whole) / layout.ranks, sum(one * one for one in whole) / layout.ranks
+    rounds = math.ceil(tokens / layout.micro_batch_tokens)
+    training_s = rounds * train.micro_batch_s(tokens / rounds, squares / rounds) + train.step_s()
+    return limit.generation_s, limit.longest_s, training_s
 
 
 def _headline_rows(name: str) -> list[Row]:
@@ -223,15 +262,16 @@ def _headline_rows(name: str) -> list[Row]:
     ]
 
 
-def _planned_anew(one: Compared, assumed: Assumptions, seed: int, jobs: int) -> tuple[float, int]:
+def _planned_anew(one: Compared, assumed: Assumptions, seed: int, jobs: int, kept: Kept) -> tuple[float, int]:
     """(the headline under other assumptions with the best of some splits, the GPUs that generate there)."""
     (cell,) = one.row.cells
     of, over = cell.of, cell.over
     assert isinstance(of, Pipelined) and over is not None  # noqa: PT018 headlines have both
-    others = [of, *(_with_split(of, of.layout.generation_gpus + more) for more in NODES)]
+    nearby = [_with_split(of, of.layout.generation_gpus + more) for more in NODES]
+    others = [of, *sorted(nearby, key=lambda other: _estimated_s(other, assumed))[:TRIED]]
     trials = [Trial(of, seed, of.short), Trial(over, seed, over.short), Trial(over, seed, over.short, assumed)]
     again = [Trial(other, seed, of.short, assumed) for other in others]
-    found = run_trials([*trials, *again], jobs=jobs)
+    found = run_trials([*trials, *again], jobs=jobs, kept=kept)
     plain_s, base_s, moved_base_s = (found[trial] for trial in trials)
     fitting = {trial: seconds for trial in again if isinstance(seconds := found[trial], float)}
     best = min(fitting, key=fitting.__getitem__)
@@ -239,6 +279,18 @@ def _planned_anew(one: Compared, assumed: Assumptions, seed: int, jobs: int) -> 
     change = (moved_base_s / fitting[best]) / (base_s / plain_s)
     assert isinstance(best.experiment, Pipelined)
     return one.low * change, best.experiment.layout.generation_gpus
+
+
+def _estimated_s(of: Pipelined, assumed: Assumptions) -> float:
+    """Of an iteration, for choosing among splits; infinite where it does not fit."""
+    try:
+        generation_s, longest_s, training_s = _stages(of, assumed)
+    except DoesNotFitError:
+        return math.inf
+    staleness = PIPELINES[of.pipeline].max_staleness
+    if not staleness:
+        return max(generation_s, longest_s) + training_s
+    return max(generation_s, training_s, longest_s / (staleness + 1))
 
 
 def _with_split(of: Pipelined, generation_gpus: int) -> Pipelined:
@@ -289,6 +341,8 @@ def main() -> None:
     parser.add_argument("--parts", default="", help=f"some of {','.join(PARTS)}; all by default")
     parser.add_argument("--cases", default=",".join(CASES), help="of the table and of moved constants; all by default")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, for moved constants")
+    parser.add_argument("--kept", type=Path, help="file in which simulations with moved constants are kept")
+    parser.add_argument("--least", type=float, default=0.01, help="share that a constant moves a stage by, to be moved")
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     quick: bool = options.quick
@@ -302,7 +356,7 @@ def main() -> None:
     if "table" in parts:
         figures |= report(cases, seeds[:1] if quick else seeds, 9 if quick else BATCHES)
     if "moved" in parts:
-        figures |= moved(cases, seeds[0], options.jobs)
+        figures |= moved(cases, seeds[0], options.jobs, Kept.read(options.kept), options.least)
     if "bound" in parts:
         cost = decode_cost(QWEN_72B, H800, 8)
         for key, recall in (("generation_over_bound", PAPER_RECALL), ("generation_over_bound_oracle", None)):

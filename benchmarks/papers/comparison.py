@@ -7,7 +7,7 @@ a row is that of its ratio: both sides move together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.papers.experiments import Experiment
 from benchmarks.papers.rows import Cell, Row
-from benchmarks.papers.trials import MOVE, Progress, Results, Trial, each_result, moves, run_trials
+from benchmarks.papers.trials import MOVE, Kept, Progress, Results, Trial, each_result, moves, run_trials
 from orchestrator.sim.costs import ASSUMED, Assumptions
 
 
@@ -62,27 +62,43 @@ class Compared:
 
 
 def compare(
-    rows: Sequence[Row], *, seeds: Sequence[int], iterations: int, jobs: int = 1, progress: Progress | None = None
+    rows: Sequence[Row],
+    *,
+    seeds: Sequence[int],
+    iterations: int,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    kept: Kept | None = None,
 ) -> list[Compared]:
     """Run what the rows need."""
     wanted = [Trial(one, seed, iterations) for one in _experiments(rows) for seed in seeds]
-    found = run_trials(wanted, jobs=jobs, progress=progress)
+    found = run_trials(wanted, jobs=jobs, progress=progress, kept=kept)
     return [_compared(row, found, seeds, iterations) for row in rows]
 
 
 def with_swings(
-    plain: Sequence[Compared], *, seed: int, jobs: int = 1, progress: Progress | None = None
+    plain: Sequence[Compared],
+    *,
+    seed: int,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    kept: Kept | None = None,
+    which: Mapping[str, Assumptions] | None = None,
 ) -> list[Compared]:
-    """The same with what the sensitivity of their extreme cells needs. Interrupted, the rows that are done have it."""
+    """The same with what the sensitivity of their extreme cells needs. Interrupted, the rows that are done have it.
+
+    which: the moves of ``moves`` that are made; None: all.
+    """
+    which = moves() if which is None else which
     extremes = [_extreme_cells(one) for one in plain]
-    moved = [ASSUMED, *moves().values()]
+    moved = [ASSUMED, *which.values()]
     sides = dict.fromkeys(side for cells in extremes for cell in cells for side in _sides(cell))
     trials = [_short(side, seed, assumed) for side in sides for assumed in moved]
     found: dict[Trial, float | str] = {}
     with suppress(KeyboardInterrupt):
-        found.update(each_result(trials, jobs=jobs, progress=progress))
+        found.update(each_result(trials, jobs=jobs, progress=progress, kept=kept))
     return [
-        _with_swing(one, cells, found, seed) if _all_there(cells, found, seed, moved) else one
+        _with_swing(one, cells, found, seed, which) if _all_there(cells, found, seed, moved) else one
         for one, cells in zip(plain, extremes, strict=True)
     ]
 
@@ -138,13 +154,15 @@ def _extreme_cells(compared: Compared) -> tuple[Cell, ...]:
     return tuple(compared.row.cells[place] for place in places)
 
 
-def _with_swing(plain: Compared, cells: Sequence[Cell], short: Results, seed: int) -> Compared:
+def _with_swing(
+    plain: Compared, cells: Sequence[Cell], short: Results, seed: int, which: Mapping[str, Assumptions]
+) -> Compared:
     """The changes of short trials, applied to the numbers of the long ones; of a row of its own there are none."""
     if not cells:
         return plain
     moved: dict[str, tuple[float, ...]] = {}
     refused: list[str] = []
-    for name, assumed in moves().items():
+    for name, assumed in which.items():
         changes = [_change(cell, short, seed, assumed) for cell in cells]
         if any(change is None for change in changes):
             refused.append(name)

@@ -19,7 +19,7 @@ from orchestrator.core.dispatch.compute import plan_dispatch
 from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.autoscale import Change, Iteration, Scaling, estimate_of
 from orchestrator.core.model.settings import ScalingSettings
-from orchestrator.sim.costs import H800, Algorithm, Assumptions, Gpu, TrainCost, decode_cost, train_cost, transfer_s
+from orchestrator.sim.costs import ASSUMED, H800, Algorithm, Assumptions, Gpu, TrainCost, decode_cost, train_cost, transfer_s
 from orchestrator.sim.engine import Scenario, SimulationLog, counted
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.llms import QWEN_72B
@@ -110,13 +110,18 @@ class Pipelined:
             assumed = msgspec.structs.replace(assumed, layer_s=self.layer_s)
         return scenario(
             self.workload(seed, iterations),
-            self.layout,
+            self.laid_out(assumed),
             PIPELINES[self.pipeline],
             iterations=iterations,
             assumed=assumed,
             dispatch=self.dispatch,
             record=record,
         )
+
+    def laid_out(self, assumed: Assumptions) -> Layout:
+        """Its layout: where drafts come true more or less often than is assumed, so do those of its engines."""
+        moved = assumed.draft_acceptance / ASSUMED.draft_acceptance
+        return replace(self.layout, drafts=min(1.0, self.layout.drafts * moved))
 
     def run(self, seed: int, iterations: int, assumed: Assumptions, *, record: bool = False) -> SimulationLog:
         return simulate(self.scenario(seed, iterations, assumed, record=record))
@@ -126,7 +131,7 @@ class Pipelined:
 
     def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """max(work / capacity, longest alone) of the slower stage; of both stages where they work in turn."""
-        limit = bound(self.workload(seed, iterations), replace(self.layout, slots=100_000), assumed)
+        limit = bound(self.workload(seed, iterations), replace(self.laid_out(assumed), slots=100_000), assumed)
         if self.layout.colocated:
             return max(limit.generation_s, limit.longest_s) + limit.training_s
         return limit.iteration_s(PIPELINES[self.pipeline].max_staleness)
