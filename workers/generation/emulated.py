@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Drafts, Sample
 from transport.contracts.messages import WeightManifest
-from transport.contracts.settings import EmulatedSettings
+from transport.contracts.settings import EMULATED_LOGPROB, EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
 from transport.rows.partial import NOTHING, clipped, joined
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 MAX_CONTEXT = 1 << 20
 VOCABULARY = 16
 """Tokens 0..15 exist in every vocabulary, and differ enough that rewards of a group do."""
-LOGPROB = -1.0
-"""Of every token: no trainer reads it."""
 STREAM_STEPS = 8
 """Decode steps between two looks at a sample whose tokens are wanted as they come."""
 
@@ -66,8 +64,10 @@ class EmulatedEngine:
         *,
         weights: WeightIdentity = BASE_WEIGHTS,
         drafts: int = 0,
+        fp8: bool = False,
     ) -> None:
-        """drafts: tokens drafted for a sample and step, at most, as deep as it pays."""
+        """drafts: tokens drafted for a sample and step, at most, as deep as it pays.  fp8: logprobs are off by
+        ``costs.fp8_mismatch``; how quick its hardware is with fp8, ``costs`` say."""
         scale = costs.time_scale
         self._cost = DecodeCost(
             fixed_s=costs.step_s * scale,
@@ -75,6 +75,7 @@ class EmulatedEngine:
             prefill_token_s=costs.prefill_token_s * scale,
         )
         self._load_s = costs.load_s * scale
+        self._logprob = EMULATED_LOGPROB - (costs.fp8_mismatch if fp8 else 0.0)
         self._clock = clock
         self._batching = ContinuousBatching[GenerationRequest](self._cost, slots)
         if drafts:
@@ -128,7 +129,7 @@ class EmulatedEngine:
                         key=key,
                         start=start,
                         token_ids=_tokens(sample, end)[start:],
-                        logprobs=np.full(end - start, LOGPROB, dtype=np.float32),
+                        logprobs=np.full(end - start, self._logprob, dtype=np.float32),
                         spans=clipped(spans, start, end),
                     )
                 )
@@ -141,6 +142,10 @@ class EmulatedEngine:
         self._want_boundary()
         await self._results.until(taken)
         await asyncio.sleep(self._load_s)
+
+    async def use_full_precision(self, reason: str) -> None:
+        """Of what ends from now on the logprobs are right."""
+        self._logprob = EMULATED_LOGPROB
 
     def load(self) -> EngineLoad:
         batching = self._batching
@@ -202,7 +207,7 @@ class EmulatedEngine:
 
     def _tell_of(self, sample: Sample[GenerationRequest], tokens: int) -> None:
         if (tell := sample.request.on_tokens) is not None and tokens:
-            tell(0, _tokens(sample, tokens).tolist(), [LOGPROB] * tokens)
+            tell(0, _tokens(sample, tokens).tolist(), [self._logprob] * tokens)
 
     def _stop_aborted(self) -> None:
         if not self._aborted:
@@ -224,7 +229,7 @@ class EmulatedEngine:
             sample=ended.sample,
             attempt=request.attempt,
             response_ids=_tokens(ended, ended.generated),
-            logprobs=np.full(ended.generated, LOGPROB, dtype=np.float32),
+            logprobs=np.full(ended.generated, self._logprob, dtype=np.float32),
             finish_reason=reason,
             spans=version_spans(ended.spans),
             queued_s=max(0.0, admitted_s - ended.submitted_s),
