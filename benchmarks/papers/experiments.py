@@ -19,7 +19,17 @@ from orchestrator.core.dispatch.compute import plan_dispatch
 from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.autoscale import Change, Iteration, Scaling, estimate_of
 from orchestrator.core.model.settings import ScalingSettings
-from orchestrator.sim.costs import ASSUMED, H800, Algorithm, Assumptions, Gpu, TrainCost, decode_cost, train_cost, transfer_s
+from orchestrator.sim.costs import (
+    ASSUMED,
+    H800,
+    Algorithm,
+    Assumptions,
+    Gpu,
+    TrainCost,
+    decode_cost,
+    train_cost,
+    transfer_s,
+)
 from orchestrator.sim.engine import Scenario, SimulationLog, counted
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.llms import QWEN_72B

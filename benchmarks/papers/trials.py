@@ -197,12 +197,12 @@ def _key(trial: Trial) -> Hashable:
 def moves() -> dict[str, Assumptions]:
     """What was moved, as "mfu x 0.8" -> assumptions with that constant moved; what is no number stays."""
     moved: dict[str, Assumptions] = {}
-    for field in msgspec.structs.fields(Assumptions):
-        if not isinstance(getattr(ASSUMED, field.name), int | float):
+    for one in msgspec.structs.fields(Assumptions):
+        if not isinstance(getattr(ASSUMED, one.name), int | float):
             continue
         for factor in (1 - MOVE, 1 + MOVE):
-            value = getattr(ASSUMED, field.name) * factor
-            most = 1.0 if field.name in SHARES else float("inf")
-            name = f"{field.name} x {factor:.1f}" if value <= most else f"{field.name} = 1"
-            moved[name] = msgspec.structs.replace(ASSUMED, **{field.name: min(value, most)})
+            value = getattr(ASSUMED, one.name) * factor
+            most = 1.0 if one.name in SHARES else float("inf")
+            name = f"{one.name} x {factor:.1f}" if value <= most else f"{one.name} = 1"
+            moved[name] = msgspec.structs.replace(ASSUMED, **{one.name: min(value, most)})
     return moved

@@ -230,7 +230,7 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "generation.drafts generation.server_args",
             f"must be 0 with {drafted[0].partition('=')[0]} in generation.server_args: leave out one of them",
         )
-    yield from _broken_of_fp8(s)
+    yield from broken_of_fp8(s)
     if s.generation.engine == "vllm" and (s.sampling.top_p != 1 or s.sampling.top_k != 0):
         yield (
             "sampling.top_p sampling.top_k",
@@ -291,7 +291,7 @@ FP8_OPTIONS = {"kv_dtype": "--kv-cache-dtype", "weights_dtype": "--quantization"
 """Of SGLang and vLLM."""
 
 
-def _broken_of_fp8(s: Settings) -> Iterator[tuple[str, str]]:
+def broken_of_fp8(s: Settings) -> Iterator[tuple[str, str]]:
     """Who can hold in fp8 what is asked for, and go back."""
     generation = s.generation
     for key, option in FP8_OPTIONS.items():
@@ -312,7 +312,7 @@ def _broken_of_fp8(s: Settings) -> Iterator[tuple[str, str]]:
     if generation.weights_dtype == "fp8" and generation.dtype != "bfloat16":
         yield "generation.weights_dtype generation.dtype", 'needs generation.dtype "bfloat16", of which fp8 is rounded'
     if s.emulated.fp8_mismatch and not (generation.fp8 and generation.engine == "emulated"):
-        yield "emulated.fp8_mismatch generation.kv_dtype", 'is read with an emulated engine and fp8 in it alone'
+        yield "emulated.fp8_mismatch generation.kv_dtype", "is read with an emulated engine and fp8 in it alone"
 
 
 def _broken_of_data(s: Settings) -> Iterator[tuple[str, str]]:

@@ -54,8 +54,7 @@ GROUPS: Mapping[str, str] = {
     "lengths": "response_tokens response_tokens_p50 response_tokens_p90 response_tokens_max truncated "
     "environment_share",
     "loss": "loss grad_norm lr skipped_nonfinite entropy kl computed_tokens clip_fraction_low clip_fraction_high",
-    "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv "
-    "fp8_off",
+    "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv fp8_off",
     "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s publish_wait_s samples_trained "
     "tokens_trained groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead "
     "rows_in_steps tokens_in_steps",

@@ -230,7 +230,7 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     )
     draft_memory: AtLeast1 = 200_000  # embedded: tokens of prompts and samples that drafts are found in; 0.1 GB
     kv_dtype: Literal["auto", "fp8"] = "auto"  # sglang, vllm: of keys and values; fp8: in half the memory; docs/fp8.md
-    weights_dtype: Literal["auto", "fp8"] = "auto"  # sglang, vllm: that compute; fp8: each version is rounded as it comes
+    weights_dtype: Literal["auto", "fp8"] = "auto"  # sglang, vllm: that compute; fp8: each version is rounded there
     fp8_mismatch_limit: Positive = (
         0.05  # with fp8: mean |trainer - rollout logprob| of a batch beyond which it is not trusted
     )

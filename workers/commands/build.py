@@ -257,9 +257,7 @@ def engine_of(
     if generation.engine == "emulated":
         from workers.generation.emulated import EmulatedEngine
 
-        return EmulatedEngine(
-            settings.emulated, generation.slots, clock, drafts=generation.drafts, fp8=generation.fp8
-        )
+        return EmulatedEngine(settings.emulated, generation.slots, clock, drafts=generation.drafts, fp8=generation.fp8)
     if generation.engine == "embedded":
         from workers.generation.embedded.engine import EmbeddedEngine
 

@@ -28,9 +28,7 @@ class PrecisionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_for(self) -> str:
-        return " and ".join(
-            name for name, used in (("keys and values", self.kv), ("weights", self.weights)) if used
-        )
+        return " and ".join(name for name, used in (("keys and values", self.kv), ("weights", self.weights)) if used)
 
 
 class Precision(msgspec.Struct, kw_only=True):

@@ -88,8 +88,8 @@ class ServerKind:
     request cannot be answered by any server of this kind, "" when it can.  environment: that our own server needs.  Our
     own server finds its key in the variable ``key_variable``, or as ``key_option`` in the file that its ``--config``
     names; ``socket_option`` is for the path of a socket to listen on instead of a port.  draft_options: how it is told
-    to draft so many tokens from the texts it has seen, without a model that drafts.  fp8_kv, fp8_weights: how it is told
-    to hold keys and values, or weights, in fp8; the weights that come are of ``dtype``, and rounded by the server.
+    to draft so many tokens from the texts it has seen, without a model that drafts.  fp8_kv, fp8_weights: how it is
+    told to hold keys and values, or weights, in fp8; weights that come are of ``dtype``, and rounded by the server.
     """
 
     name: str
