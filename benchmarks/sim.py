@@ -194,16 +194,15 @@ def moved(cases: Sequence[str], seed: int, jobs: int, kept: Kept, least: float) 
     headlines = [row for name in HEADLINES if name in cases for row in _headline_rows(name)]
     figures: dict[str, float] = {}
     for row in (*headlines, *OVER_BOUND):
-        which = _mattering(row, least)
         progress = ProgressLine(f"{row.key}, moved:")
         plain = _as_it_is(row, seed, jobs, kept)
-        (one,) = with_swings([plain], seed=seed, jobs=jobs, progress=progress, kept=kept, which=which)
+        (one,) = with_swings([plain], seed=seed, jobs=jobs, progress=progress, kept=kept, least=least)
         swing = one.swing
         if swing is None:
-            raise KeyboardInterrupt
-        worst, best = swing.worst, swing.best
+            raise SystemExit(f"{row.key}: interrupted, or no constant moves a stage by --least {least:g}")
+        worst, best, num_moves = swing.worst, swing.best, len(one.moved or {})
         print(
-            f"{row.key}: {row.what}, {one.low:.3f}; when one of {len(which)} moves by {MOVE:.0%}: {worst:.3f} "
+            f"{row.key}: {row.what}, {one.low:.3f}; when one of {num_moves} moves by {MOVE:.0%}: {worst:.3f} "
             f"({swing.worst_by}) to {best:.3f} ({swing.best_by}); moved most by {swing.most or '-'}; "
             f"does not fit: {', '.join(swing.refused) or '-'}",
             flush=True,
@@ -226,36 +225,6 @@ def _as_it_is(row: Row, seed: int, jobs: int, kept: Kept) -> Compared:
     of_s, over_s = (found[trial] for trial in trials)
     assert isinstance(of_s, float) and isinstance(over_s, float)  # noqa: PT018 they fit
     return Compared(row=row, values=(cell.factor * over_s / of_s,), over_bounds=(0.0,))
-
-
-def _mattering(row: Row, least: float) -> dict[str, Assumptions]:
-    """The moves that change what a stage of the row takes by ``least`` of it, or make it not fit."""
-    (cell,) = row.cells
-    sides = [side for side in (cell.of, cell.over) if isinstance(side, Pipelined)]
-    if not sides:
-        return moves()
-    return {name: one for name, one in moves().items() if max(_changed(side, one) for side in sides) >= least}
-
-
-def _changed(side: Pipelined, assumed: Assumptions) -> float:
-    """The largest share by which a stage takes longer, or less long."""
-    try:
-        return max(abs(after / before - 1) for before, after in zip(_stages(side), _stages(side, assumed), strict=True))
-    except DoesNotFitError:
-        return math.inf
-
-
-def _stages(side: Pipelined, assumed: Assumptions = ASSUMED) -> tuple[float, float, float]:
-    """Seconds of a batch by arithmetic: generation, the longest sample alone, training in rounds that are full."""
-    workload, layout = side.workload(0, 1), side.laid_out(assumed)
-    limit = bound(workload, replace(layout, slots=100_000), assumed)
-    train = layout.train_cost(workload.llm, workload.algorithm, assumed)
-    question = fmean(workload.lengths.questions)
-    whole = [samples[0] + question for samples in workload.lengths.lengths]
-    tokens, squares = sum(whole) / layout.ranks, sum(one * one for one in whole) / layout.ranks
-    rounds = math.ceil(tokens / layout.micro_batch_tokens)
-    training_s = rounds * train.micro_batch_s(tokens / rounds, squares / rounds) + train.step_s()
-    return limit.generation_s, limit.longest_s, training_s
 
 
 def _headline_rows(name: str) -> list[Row]:
@@ -295,7 +264,7 @@ def _planned_anew(one: Compared, assumed: Assumptions, seed: int, jobs: int, kep
 def _estimated_s(of: Pipelined, assumed: Assumptions) -> float:
     """Of an iteration, for choosing among splits; infinite where it does not fit."""
     try:
-        generation_s, longest_s, training_s = _stages(of, assumed)
+        generation_s, longest_s, training_s = of.stages_s(assumed)
     except DoesNotFitError:
         return math.inf
     staleness = PIPELINES[of.pipeline].max_staleness

@@ -6,6 +6,7 @@ equal seconds, in any process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -49,6 +50,10 @@ MAX_RUNNING = 1024
 
 LARGE_BATCH = 2048
 """Samples; the mean length of so many lies within 2% of that of all."""
+ENOUGH_LARGE = 7
+"""Iterations of larger batches, three of which count (``counted``): they vary as six times as many small ones do."""
+MANY = 1_000
+"""Iterations: more are never asked for."""
 
 
 class Experiment(Protocol):
@@ -58,6 +63,11 @@ class Experiment(Protocol):
     def short(self) -> int:
         """Iterations that show what a change of the assumptions does."""
         return 1
+
+    @property
+    def enough(self) -> int:
+        """Iterations beyond which its mean would not change any more by what matters."""
+        return MANY
 
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """Raises DoesNotFitError where the assumptions leave no room."""
@@ -86,7 +96,7 @@ def lengths_of(max_tokens: int, prompts: int, seed: int, recall: float | None) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipelined:
+class Pipelined(Experiment):
     """Seconds of an iteration of one pipeline on one split of the GPUs."""
 
     layout: Layout
@@ -110,6 +120,23 @@ class Pipelined:
         if self.batch > LARGE_BATCH:
             return 3
         return 12 if PIPELINES[self.pipeline].max_staleness else 5
+
+    @property
+    def enough(self) -> int:
+        return ENOUGH_LARGE if self.batch > LARGE_BATCH else MANY
+
+    def stages_s(self, assumed: Assumptions = ASSUMED) -> tuple[float, float, float]:
+        """Of a batch by arithmetic: generation, the longest sample alone, training in rounds that are full. Raises
+        DoesNotFitError."""
+        workload, layout = self.workload(0, 1), self.laid_out(assumed)
+        limit = bound(workload, replace(layout, slots=100_000), assumed)
+        train = layout.train_cost(workload.llm, workload.algorithm, assumed)
+        question = fmean(workload.lengths.questions)
+        whole = [samples[0] + question for samples in workload.lengths.lengths]
+        tokens, squares = sum(whole) / layout.ranks, sum(one * one for one in whole) / layout.ranks
+        rounds = math.ceil(tokens / layout.micro_batch_tokens)
+        training_s = rounds * train.micro_batch_s(tokens / rounds, squares / rounds) + train.step_s()
+        return limit.generation_s, limit.longest_s, training_s
 
     def workload(self, seed: int, iterations: int) -> Workload:
         lengths = lengths_of(self.max_tokens, self.batch * iterations, seed, self.recall)
@@ -157,7 +184,7 @@ def steady_s(log: SimulationLog) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(Experiment):
     """Seconds until the last sample of one batch ends, nothing else going on; samples stay where they start."""
 
     dispatch: str
@@ -280,7 +307,7 @@ class Known(Experiment):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class Bound(Experiment):
     """What nothing can beat, as if it were an experiment: under it, a ratio is a distance to the bound."""
 
     of: Generation

@@ -37,7 +37,12 @@ def test_the_emulated_engine_is_measured_as_it_was_told(tmp_path: Path):
 
 
 def test_an_engine_is_measured_once_more_with_fp8_and_plans_choose_it(tmp_path: Path):
-    told = ("generation.engine=emulated", "generation.slots=4", "generation.max_context=300", "emulated.time_scale=0.01")
+    told = (
+        "generation.engine=emulated",
+        "generation.slots=4",
+        "generation.max_context=300",
+        "emulated.time_scale=0.01",
+    )
     changes = [part for setting in told for part in ("--set", setting)]
     out = tmp_path / "here"
     done = orchestrator("profile", "--preset", "tiny", "--out", str(out), "--fp8-kv", *changes, cwd=tmp_path)
