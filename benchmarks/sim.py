@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
@@ -38,6 +39,7 @@ from benchmarks.papers.settings import (
     colocated,
     fully_async,
     in_flight,
+    in_fp8,
     rolling,
     split,
     sync_stream,
@@ -56,6 +58,11 @@ BATCHES = WARM_UP + 20 + COOL_DOWN
 """20 iterations count, after those that fill the pipeline (StreamRL sec. 7)."""
 
 
+def aids_of(layout: Layout) -> dict[str, Any]:
+    """What its engines have beyond plain ones."""
+    return {"drafts": layout.drafts, "kv_bytes": layout.kv_bytes, "bytes_a_weight": layout.bytes_a_weight}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A pipeline on a split of the GPUs (``papers/settings.py``), and what the paper has for it."""
@@ -71,13 +78,14 @@ class Case:
     @property
     def aided(self) -> bool:
         """Whether its engines have something that the plain baseline's have not."""
-        return bool(self.layout.drafts) or self.layout.kv_bytes != BYTES
+        layout = self.layout
+        return bool(layout.drafts) or layout.kv_bytes != BYTES or layout.bytes_a_weight != BYTES
 
     @property
     def armed(self) -> Case:
         """The colocated baseline with the same aids."""
         layout = self.layout
-        baseline = aided(BASELINE.experiment, drafts=layout.drafts, kv_bytes=layout.kv_bytes)
+        baseline = aided(BASELINE.experiment, **aids_of(layout))
         return Case(title="colocated", experiment=baseline)
 
     def run(self, seed: int, batches: int) -> SimulationLog:
@@ -104,6 +112,7 @@ CASES = {
         title="in flight with drafts", experiment=aided(in_flight(AIDED_SPLIT["async"]), drafts=DRAFTS)
     ),
     "async_fp8": Case(title="in flight with fp8 caches", experiment=aided(in_flight(AIDED_SPLIT["async"]), kv_bytes=1)),
+    "async_fp8_weights": Case(title="in flight with caches and weights in fp8", experiment=in_fp8()),
     "mean1_aided": Case(title="rolling with drafts", experiment=aided(rolling(AIDED_SPLIT["async"]), drafts=DRAFTS)),
 }
 """Over the plain colocated baseline; those with aids also over one that has the same ("_armed")."""
@@ -161,7 +170,7 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
     staleness = PIPELINES[case.experiment.pipeline].max_staleness
     workload = case.experiment.workload(seed, len(log.published_s))
     own_s = bound(workload, replace(case.layout, slots=100_000)).iteration_s(staleness)
-    layouts = [replace(one, drafts=case.layout.drafts, kv_bytes=case.layout.kv_bytes) for one in SPLITS]
+    layouts = [replace(one, **aids_of(case.layout)) for one in SPLITS]
     best_s, best_layout = best_bound(workload, layouts, staleness)
     text = f"{fmean(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}), paper {case.paper}; {case.title}; "
     text += f"{case.layout.generation_gpus} + {case.layout.training_gpus} GPUs"
@@ -278,7 +287,7 @@ def _with_split(of: Pipelined, generation_gpus: int) -> Pipelined:
     layout, small = of.layout, of.layout.micro_batch_tokens < MICRO_BATCH_TOKENS
     changes = {"micro_batch_tokens": layout.micro_batch_tokens} if small else {}
     other = split(of.llm, generation_gpus, **changes)
-    return replace(of, layout=replace(other, drafts=layout.drafts, kv_bytes=layout.kv_bytes))
+    return replace(of, layout=replace(other, tensor_parallel=layout.tensor_parallel, **aids_of(layout)))
 
 
 # -- speed

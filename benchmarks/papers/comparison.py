@@ -90,7 +90,7 @@ def with_swings(
     least: share of what a stage of a row takes by arithmetic that a constant must move, to be moved there.
     """
     extremes = [_extreme_cells(one) for one in plain]
-    chosen = [_mattering(cells, least) for cells in extremes]
+    chosen = [mattering(cells, least) for cells in extremes]
     trials = [
         _short(side, seed, assumed)
         for cells, which in zip(extremes, chosen, strict=True)
@@ -107,7 +107,7 @@ def with_swings(
     ]
 
 
-def _mattering(cells: Sequence[Cell], least: float) -> dict[str, Assumptions]:
+def mattering(cells: Sequence[Cell], least: float) -> dict[str, Assumptions]:
     """The moves that change what a stage of a pipeline takes by ``least`` of it, or make it not fit; all, where what is
     compared is no pipeline: that costs little."""
     sides = [side for cell in cells for side in _sides(cell)]

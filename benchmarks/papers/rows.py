@@ -85,7 +85,7 @@ def _table_3() -> list[Row]:
             "+ skewness-aware dispatch",
             colocated(QWEN_72B, dispatch="scored"),
             1.08,
-            "the context is in the cost of our steps and not in the paper's latency, so even shares end nearer together",
+            "the context is in the cost of our steps and not in the paper's latency: even shares end nearer together",
         ),
         (
             "stream",
@@ -209,7 +209,7 @@ def _figure_8() -> list[Row]:
             paper="1.06 - 1.41",
             low=1.06,
             high=1.41,
-            note="over the paper's own colocated pipeline (ColocationRL); which GPUs it gives to each stage is not printed",
+            note="over the paper's own colocated pipeline (ColocationRL); its split of the GPUs is not printed",
         ),
         Row(
             key="fig8_async",

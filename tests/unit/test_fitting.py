@@ -199,7 +199,7 @@ def test_a_profile_carries_its_engine_in_fp8_beside_what_it_is(tmp_path: Path):
     assert (found.train, found.decode_cost.kv_capacity_tokens) == (profile.train, 9000)
     assert profile.decode_cost.weights_s == pytest.approx(0.02, rel=0.02), "what the profile is stays as it is"
     assert variant_of(found, both) is found
-    with pytest.raises(ConfigError, match="has no engine with that in fp8: measure it, too .*profile --fp8-kv"):
+    with pytest.raises(ConfigError, match=r"has no engine with that in fp8: measure it, too .*profile --fp8-kv"):
         variant_of(profile, Fp8(kv=True))
 
 

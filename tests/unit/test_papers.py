@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from benchmarks.papers.__main__ import chosen_rows
-from benchmarks.papers.comparison import Compared, compare, with_swings
-from benchmarks.papers.experiments import ENOUGH_LARGE, Experiment, Pipelined
+from benchmarks.papers.comparison import compare, mattering
+from benchmarks.papers.experiments import ENOUGH_LARGE, Experiment, Transfer
 from benchmarks.papers.rows import Cell, Row, rows
-from benchmarks.papers.settings import asyncflow, fully_async
+from benchmarks.papers.settings import aided, asyncflow, fully_async, in_flight
 from benchmarks.papers.trials import Kept, Trial, moves, run_trials
 from orchestrator.sim.costs import ASSUMED, Assumptions
 from orchestrator.sim.llms import QWEN_7B, QWEN_72B
@@ -78,20 +78,20 @@ def test_large_batches_are_not_simulated_longer_than_is_of_use():
 
 
 def test_a_constant_that_moves_no_stage_is_not_moved():
-    def moved_of(one: Pipelined, least: float) -> set[str]:
-        plain = Compared(row=Row(key="r", source="s", what="w", cells=(Cell(label="c", of=one),)), values=(1.0,),
-                         over_bounds=(0.0,))  # fmt: skip
-        (swung,) = with_swings([plain], seed=0, least=least)
-        return {*(swung.moved or {})}
-
-    small = fully_async(QWEN_7B, 5_000)
-    small = Pipelined(
-        llm=QWEN_7B, layout=small.layout, pipeline="serial", dispatch="even", max_tokens=5_000, batch=16, recall=None
-    )
-    assert moved_of(small, 9.0) == set()
-    few = moved_of(small, 0.1)
-    assert {"mfu x 0.8", "mfu x 1.2"} <= few < {*moves()}
+    cell = Cell(label="72B", of=fully_async(QWEN_72B))
+    few = mattering([cell], 0.05)
+    assert {"mfu x 0.8", "mfu x 1.2"} <= {*few} < {*moves()}
     assert not any(name.startswith("scoring_s") for name in few)
+    assert {*mattering([cell], 0.0)} == {*moves()}
+    assert {*mattering([Cell(label="other", of=Transfer(bytes_per_s=1e9))], 9.0)} == {*moves()}, "no pipeline, no stage"
+
+
+def test_an_acceptance_that_moves_moves_engines_that_draft():
+    drafting = aided(in_flight(), drafts=ASSUMED.draft_acceptance)
+    moved = msgspec.structs.replace(ASSUMED, draft_acceptance=0.8 * ASSUMED.draft_acceptance)
+    assert drafting.laid_out(moved).drafts == pytest.approx(0.8 * ASSUMED.draft_acceptance)
+    assert drafting.key(moved) != drafting.key(ASSUMED)
+    assert in_flight().laid_out(moved).drafts == 0.0
 
 
 def test_a_row_of_the_table_is_what_its_experiments_take(tmp_path: Path):
