@@ -18,7 +18,9 @@ Not among them: a limit of the KV cache, which the embedded engine does not have
 
 It wants the machine for itself, for some twenty minutes, and says how much of it other programs took.
 
-    python -m benchmarks.live_error [--only emulated|embedded] [--iterations N]      called by ``make bench NAME=sim``
+    python -m benchmarks.live_error [--only emulated|embedded] [--iterations N] [--check] (part of bench ``sim``)
+
+--check: every setting is run for one batch and nothing is compared, on however busy a machine.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ WARM_UP = 2
 ITERATIONS = 20
 """That count; the first ones fill the pipeline."""
 LIMIT_S = 600.0
+BUSY_LIMIT_S = 1800.0
+"""Of a run for one batch, whatever else the machine does."""
 
 MODES: Mapping[str, Sequence[str]] = {
     "synchronous": ("pipeline.max_staleness=0", "pipeline.release=batch", "pipeline.update=barrier"),
@@ -211,7 +215,7 @@ class Live:
     others: float
 
 
-def live(setting: Setting, directory: Path) -> Live:
+def live(setting: Setting, directory: Path, limit_s: float = LIMIT_S) -> Live:
     """Raises SystemExit when the run fails."""
     directory.mkdir(parents=True)
     (directory / LENGTHS).write_text("\n".join(map(str, setting.lengths())))
@@ -226,7 +230,7 @@ def live(setting: Setting, directory: Path) -> Live:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=out,
             stderr=out,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     if done.returncode != 0:
@@ -403,12 +407,28 @@ def live_errors(engines: Sequence[str] = tuple(ENGINES), iterations: int = ITERA
     return figures
 
 
+def check(engines: Sequence[str]) -> int:
+    """Run each setting for one batch. Returns how many started and ended; raises SystemExit: one did not."""
+    done = 0
+    for one in SETTINGS:
+        if one.engine in engines:
+            with tempfile.TemporaryDirectory(prefix="streamrl-live-") as directory:
+                live(replace(one, iterations=1 - WARM_UP), Path(directory) / "run", limit_s=BUSY_LIMIT_S)
+            done += 1
+            print(f"{one.name}: runs", flush=True)
+    return done
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(ENGINES), help="one kind of engine")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="that count, of each run, at least 2")
+    parser.add_argument("--check", action="store_true", help="only run each setting for one batch")
     arguments = parser.parse_args()
     engines = [arguments.only] if arguments.only else tuple(ENGINES)
+    if arguments.check:
+        print(json.dumps({"settings_that_run": check(engines)}))
+        return
     print(json.dumps(live_errors(engines, max(2, arguments.iterations))))
 
 
