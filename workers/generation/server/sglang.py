@@ -271,5 +271,5 @@ SGLANG = ServerKind(
     key_option="api-key",
     draft_options=draft_options,
     fp8_kv=("--kv-cache-dtype", "fp8_e4m3"),
-    fp8_weights=("--quantization", "fp8"),  # anew at the end of every update, which gives the loader bf16 to write into
+    fp8_weights=("--quantization", "fp8", "--load-format", "flash_rl"),  # which rounds what later updates bring, too
 )
