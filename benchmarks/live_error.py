@@ -11,7 +11,8 @@ something held up does not decide.
 Emulated and real settings are reported apart: of the first the simulator is told the very formula, so that they show
 that both sides decide alike and lose no time between the parts; only the second say what a simulation is worth.
 
-    live_error_real_*       the embedded engine and the real trainer: two sizes of models, one and two workers
+    live_error_real_*       the embedded engine and the real trainer: two sizes of models, one and two workers, versions
+                            that are long on their way
     live_error_emulated_*   emulated engine and trainer, every mode, and versions that are long on their way
 
 Not among them: a limit of the KV cache, which the embedded engine does not have (each slot has its own).
@@ -99,8 +100,8 @@ SMALL, TINY = "random:qwen3-small", "random:qwen3-tiny"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One run. mean, sigma: of its lognormal lengths, tokens.  model: of the embedded engine.  transfer_s: that an
-    emulated version is on its way, before ``emulated.time_scale``.  iterations: that count."""
+    """One run. mean, sigma: of its lognormal lengths, tokens.  model: of the embedded engine.  transfer_s: that a
+    version is on its way, before ``emulated.time_scale``.  iterations: that count."""
 
     engine: str
     mode: str
@@ -114,9 +115,9 @@ class Setting:
 
     @property
     def name(self) -> str:
-        what = self.model if self.engine == "embedded" else f"transfer {self.transfer_s:g} s"
+        model = f"{self.model}, " if self.engine == "embedded" else ""
         return (
-            f"{self.engine} {self.mode}, {what}, {self.workers} x {self.slots} slots, "
+            f"{self.engine} {self.mode}, {model}transfer {self.transfer_s:g} s, {self.workers} x {self.slots} slots, "
             f"lengths {self.mean:g} +- {self.sigma:g}"
         )
 
@@ -171,6 +172,8 @@ SETTINGS = (
     Setting(engine="embedded", mode="in_flight", workers=2, slots=16, mean=90, sigma=0.5),
     Setting(engine="embedded", mode="synchronous", workers=1, slots=16, mean=120, sigma=0.5, model=TINY),
     Setting(engine="embedded", mode="in_flight", workers=2, slots=16, mean=150, sigma=0.4, model=TINY),
+    Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=80, sigma=0.4, transfer_s=2.0),
+    Setting(engine="embedded", mode="in_flight", workers=1, slots=16, mean=80, sigma=0.4, transfer_s=2.0),
 )
 
 

@@ -536,7 +536,7 @@ class EmulatedSettings(Section, frozen=True, kw_only=True):
     round_s: NotNegative = 0.05  # forward and backward of a round, whatever its size
     train_token_s: NotNegative = 0.0002  # and for each response token in it
     optimizer_s: NotNegative = 0.5  # an optimizer step
-    transfer_s: NotNegative = 0.0  # from a version's manifest until it is at a generation worker; generation goes on
+    transfer_s: NotNegative = 0.0  # any engine: from a version's manifest until it is at a worker; generation goes on
     load_s: NotNegative = 0.1  # taking a version that has arrived; generation stands still
 
 

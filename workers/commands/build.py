@@ -162,11 +162,12 @@ async def generation_worker(
     limit, ucx = limit_of(settings.tensors), wants_ucx(settings.tensors.ucx)
     relay = Relay(secret=secret, limit=limit, ucx=ucx) if settings.tensors.relay else None
     puller, stop = WeightPuller(secret=secret, limit=limit, relay=relay, ucx=ucx), ()
-    if generation.engine == "emulated":
+    computes, transfer_s = generation.engine != "emulated", settings.emulated.transfer_s * settings.emulated.time_scale
+    if transfer_s or not computes:
         from workers.generation.emulated import EmulatedLink
 
-        puller = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, puller)
-    else:
+        puller = EmulatedLink(transfer_s, puller, computes=computes)
+    if computes:
         from workers.models import stop_token_ids
 
         stop = stop_token_ids(model_dir)

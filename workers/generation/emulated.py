@@ -260,11 +260,14 @@ def version_spans(weights: Iterable[tuple[WeightIdentity, int]]) -> tuple[Versio
 class EmulatedLink:
     """A Puller (workers/weights): a version comes as to any worker, passed on or not, and ``transfer_s`` later (ours).
 
+    computes: the engine behind it is a real one, and gets the tensors.
+
     Not modelled: that a link is shared, or a version longer; ``transfer_s`` is the same for every worker.
     """
 
-    def __init__(self, transfer_s: float, puller: WeightPuller | None = None) -> None:
+    def __init__(self, transfer_s: float, puller: WeightPuller | None = None, *, computes: bool = False) -> None:
         self._transfer_s = transfer_s
+        self._computes = computes
         self._puller = puller or WeightPuller()
         self.way = ""
 
@@ -272,8 +275,13 @@ class EmulatedLink:
     def pull(
         self, manifest: WeightManifest, *, given_up: threading.Event | None = None, hurry: threading.Event | None = None
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Wait for the version, check its bytes, and give nothing: no engine here computes with them."""
+        """Wait for the version and check its bytes; an emulated engine gets nothing, as it computes nothing."""
         (given_up or threading.Event()).wait(self._transfer_s)
-        with self._puller.opened(manifest, given_up=given_up, hurry=hurry):
-            self.way = self._puller.way
-            yield {}
+        if self._computes:
+            with self._puller.pull(manifest, given_up=given_up, hurry=hurry) as tensors:
+                self.way = self._puller.way
+                yield tensors
+        else:
+            with self._puller.opened(manifest, given_up=given_up, hurry=hurry):
+                self.way = self._puller.way
+                yield {}
