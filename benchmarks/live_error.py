@@ -11,14 +11,17 @@ something held up does not decide.
 Emulated and real settings are reported apart: of the first the simulator is told the very formula, so that they show
 that both sides decide alike and lose no time between the parts; only the second say what a simulation is worth.
 
-    live_error_real_*       the embedded engine and the real trainer: two sizes of models, one and two workers
+    live_error_real_*       the embedded engine and the real trainer: two sizes of models, one and two workers, versions
+                            that are long on their way
     live_error_emulated_*   emulated engine and trainer, every mode, and versions that are long on their way
 
 Not among them: a limit of the KV cache, which the embedded engine does not have (each slot has its own).
 
 It wants the machine for itself, for some twenty minutes, and says how much of it other programs took.
 
-    python -m benchmarks.live_error [--only emulated|embedded] [--iterations N]      called by ``make bench NAME=sim``
+    python -m benchmarks.live_error [--only emulated|embedded] [--iterations N] [--check] (part of bench ``sim``)
+
+--check: every setting is run for one batch and nothing is compared, on however busy a machine.
 """
 
 from __future__ import annotations
@@ -65,6 +68,8 @@ WARM_UP = 2
 ITERATIONS = 20
 """That count; the first ones fill the pipeline."""
 LIMIT_S = 600.0
+BUSY_LIMIT_S = 1800.0
+"""Of a run for one batch, whatever else the machine does."""
 
 MODES: Mapping[str, Sequence[str]] = {
     "synchronous": ("pipeline.max_staleness=0", "pipeline.release=batch", "pipeline.update=barrier"),
@@ -95,8 +100,8 @@ SMALL, TINY = "random:qwen3-small", "random:qwen3-tiny"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One run. mean, sigma: of its lognormal lengths, tokens.  model: of the embedded engine.  transfer_s: that an
-    emulated version is on its way, before ``emulated.time_scale``.  iterations: that count."""
+    """One run. mean, sigma: of its lognormal lengths, tokens.  model: of the embedded engine.  transfer_s: that a
+    version is on its way, before ``emulated.time_scale``.  iterations: that count."""
 
     engine: str
     mode: str
@@ -110,9 +115,9 @@ class Setting:
 
     @property
     def name(self) -> str:
-        what = self.model if self.engine == "embedded" else f"transfer {self.transfer_s:g} s"
+        model = f"{self.model}, " if self.engine == "embedded" else ""
         return (
-            f"{self.engine} {self.mode}, {what}, {self.workers} x {self.slots} slots, "
+            f"{self.engine} {self.mode}, {model}transfer {self.transfer_s:g} s, {self.workers} x {self.slots} slots, "
             f"lengths {self.mean:g} +- {self.sigma:g}"
         )
 
@@ -167,6 +172,8 @@ SETTINGS = (
     Setting(engine="embedded", mode="in_flight", workers=2, slots=16, mean=90, sigma=0.5),
     Setting(engine="embedded", mode="synchronous", workers=1, slots=16, mean=120, sigma=0.5, model=TINY),
     Setting(engine="embedded", mode="in_flight", workers=2, slots=16, mean=150, sigma=0.4, model=TINY),
+    Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=80, sigma=0.4, transfer_s=2.0),
+    Setting(engine="embedded", mode="in_flight", workers=1, slots=16, mean=80, sigma=0.4, transfer_s=2.0),
 )
 
 
@@ -211,7 +218,7 @@ class Live:
     others: float
 
 
-def live(setting: Setting, directory: Path) -> Live:
+def live(setting: Setting, directory: Path, limit_s: float = LIMIT_S) -> Live:
     """Raises SystemExit when the run fails."""
     directory.mkdir(parents=True)
     (directory / LENGTHS).write_text("\n".join(map(str, setting.lengths())))
@@ -226,7 +233,7 @@ def live(setting: Setting, directory: Path) -> Live:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=out,
             stderr=out,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     if done.returncode != 0:
@@ -403,12 +410,28 @@ def live_errors(engines: Sequence[str] = tuple(ENGINES), iterations: int = ITERA
     return figures
 
 
+def check(engines: Sequence[str]) -> int:
+    """Run each setting for one batch. Returns how many started and ended; raises SystemExit: one did not."""
+    done = 0
+    for one in SETTINGS:
+        if one.engine in engines:
+            with tempfile.TemporaryDirectory(prefix="streamrl-live-") as directory:
+                live(replace(one, iterations=1 - WARM_UP), Path(directory) / "run", limit_s=BUSY_LIMIT_S)
+            done += 1
+            print(f"{one.name}: runs", flush=True)
+    return done
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(ENGINES), help="one kind of engine")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="that count, of each run, at least 2")
+    parser.add_argument("--check", action="store_true", help="only run each setting for one batch")
     arguments = parser.parse_args()
     engines = [arguments.only] if arguments.only else tuple(ENGINES)
+    if arguments.check:
+        print(json.dumps({"settings_that_run": check(engines)}))
+        return
     print(json.dumps(live_errors(engines, max(2, arguments.iterations))))
 
 

@@ -16,17 +16,20 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
 from benchmarks.dispatch import over_bounds
 from benchmarks.live_error import live_errors
-from benchmarks.papers.comparison import Compared, compare, with_swings
+from benchmarks.papers.comparison import Compared, with_swings
 from benchmarks.papers.experiments import PAPER_RECALL, Bound, Generation, Pipelined
 from benchmarks.papers.rows import Cell, Row
 from benchmarks.papers.settings import (
@@ -36,12 +39,13 @@ from benchmarks.papers.settings import (
     colocated,
     fully_async,
     in_flight,
+    in_fp8,
     rolling,
     split,
     sync_stream,
 )
-from benchmarks.papers.trials import MOVE, ProgressLine, Trial, moves, run_trials
-from orchestrator.sim.costs import ASSUMED, H800, Assumptions, decode_cost
+from benchmarks.papers.trials import MOVE, Kept, ProgressLine, Trial, moves, run_trials
+from orchestrator.sim.costs import ASSUMED, H800, Assumptions, DoesNotFitError, decode_cost
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.llms import QWEN_72B
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
@@ -52,6 +56,11 @@ SEEDS = (11, 12, 13)
 WARM_UP, COOL_DOWN = 4, 2
 BATCHES = WARM_UP + 20 + COOL_DOWN
 """20 iterations count, after those that fill the pipeline (StreamRL sec. 7)."""
+
+
+def aids_of(layout: Layout) -> dict[str, Any]:
+    """What its engines have beyond plain ones."""
+    return {"drafts": layout.drafts, "kv_bytes": layout.kv_bytes, "bytes_a_weight": layout.bytes_a_weight}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +78,14 @@ class Case:
     @property
     def aided(self) -> bool:
         """Whether its engines have something that the plain baseline's have not."""
-        return bool(self.layout.drafts) or self.layout.kv_bytes != BYTES
+        layout = self.layout
+        return bool(layout.drafts) or layout.kv_bytes != BYTES or layout.bytes_a_weight != BYTES
 
     @property
     def armed(self) -> Case:
         """The colocated baseline with the same aids."""
         layout = self.layout
-        baseline = aided(BASELINE.experiment, drafts=layout.drafts, kv_bytes=layout.kv_bytes)
+        baseline = aided(BASELINE.experiment, **aids_of(layout))
         return Case(title="colocated", experiment=baseline)
 
     def run(self, seed: int, batches: int) -> SimulationLog:
@@ -102,6 +112,7 @@ CASES = {
         title="in flight with drafts", experiment=aided(in_flight(AIDED_SPLIT["async"]), drafts=DRAFTS)
     ),
     "async_fp8": Case(title="in flight with fp8 caches", experiment=aided(in_flight(AIDED_SPLIT["async"]), kv_bytes=1)),
+    "async_fp8_weights": Case(title="in flight with caches and weights in fp8", experiment=in_fp8()),
     "mean1_aided": Case(title="rolling with drafts", experiment=aided(rolling(AIDED_SPLIT["async"]), drafts=DRAFTS)),
 }
 """Over the plain colocated baseline; those with aids also over one that has the same ("_armed")."""
@@ -159,7 +170,7 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
     staleness = PIPELINES[case.experiment.pipeline].max_staleness
     workload = case.experiment.workload(seed, len(log.published_s))
     own_s = bound(workload, replace(case.layout, slots=100_000)).iteration_s(staleness)
-    layouts = [replace(one, drafts=case.layout.drafts, kv_bytes=case.layout.kv_bytes) for one in SPLITS]
+    layouts = [replace(one, **aids_of(case.layout)) for one in SPLITS]
     best_s, best_layout = best_bound(workload, layouts, staleness)
     text = f"{fmean(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}), paper {case.paper}; {case.title}; "
     text += f"{case.layout.generation_gpus} + {case.layout.training_gpus} GPUs"
@@ -179,33 +190,50 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
 HEADLINES = ("sync_plain", "sync_aided", "async_plain", "async_aided", "async_fp8", "mean1_aided")
 NODES = (-16, -8, 8, 16)
 """GPUs more or fewer that generate when a split is chosen anew: whole nodes."""
+TRIED = 2
+"""Of these splits, that are simulated: the best by arithmetic."""
 
 
-def moved(cases: Sequence[str], seed: int, jobs: int) -> dict[str, float]:
-    """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what; then
-    the same two with the best of several splits. The generation alone over its bound likewise, without a split."""
+def moved(cases: Sequence[str], seed: int, jobs: int, kept: Kept, least: float) -> dict[str, float]:
+    """Every headline with constants of the model 20% lower and higher: the worst and the best, and by what; then
+    the same two with the best of several splits. The generation alone over its bound likewise, without a split.
+
+    least: share of what a stage takes by arithmetic that a constant must move, of a headline, to be moved.
+    """
     headlines = [row for name in HEADLINES if name in cases for row in _headline_rows(name)]
-    lines = [*headlines, *OVER_BOUND]
-    plain = compare(lines, seeds=(seed,), iterations=BATCHES, jobs=jobs, progress=ProgressLine("headlines"))
     figures: dict[str, float] = {}
-    for one in with_swings(plain, seed=seed, jobs=jobs, progress=ProgressLine("headlines with moved constants")):
+    for row in (*headlines, *OVER_BOUND):
+        progress = ProgressLine(f"{row.key}, moved:")
+        plain = _as_it_is(row, seed, jobs, kept)
+        (one,) = with_swings([plain], seed=seed, jobs=jobs, progress=progress, kept=kept, least=least)
         swing = one.swing
         if swing is None:
-            raise KeyboardInterrupt
-        worst, best = swing.worst, swing.best
+            raise SystemExit(f"{row.key}: interrupted, or no constant moves a stage by --least {least:g}")
+        worst, best, num_moves = swing.worst, swing.best, len(one.moved or {})
         print(
-            f"{one.row.what}, {one.low:.3f}; when one constant moves by {MOVE:.0%}: {worst:.3f} ({swing.worst_by}) to "
-            f"{best:.3f} ({swing.best_by}); moved most by {swing.most or '-'}; "
+            f"{row.key}: {row.what}, {one.low:.3f}; when one of {num_moves} moves by {MOVE:.0%}: {worst:.3f} "
+            f"({swing.worst_by}) to {best:.3f} ({swing.best_by}); moved most by {swing.most or '-'}; "
             f"does not fit: {', '.join(swing.refused) or '-'}",
             flush=True,
         )
-        figures |= {f"{one.row.key}_worst": round(worst, 3), f"{one.row.key}_best": round(best, 3)}
-        if one.row in headlines:
+        figures |= {f"{row.key}_worst": round(worst, 3), f"{row.key}_best": round(best, 3)}
+        if row in headlines:
             for end, by in (("worst", swing.worst_by), ("best", swing.best_by)):
-                value, gpus = _planned_anew(one, moves()[by], seed, jobs)
+                value, gpus = _planned_anew(one, moves()[by], seed, jobs, kept)
                 print(f"  {end} ({by}), planned anew: {value:.3f}, {gpus} GPUs generate", flush=True)
-                figures[f"{one.row.key}_{end}_planned"] = round(value, 3)
+                figures[f"{row.key}_{end}_planned"] = round(value, 3)
     return figures
+
+
+def _as_it_is(row: Row, seed: int, jobs: int, kept: Kept) -> Compared:
+    """With nothing moved, over as few iterations as what is moved takes."""
+    (cell,) = row.cells
+    assert cell.over is not None
+    trials = [Trial(side, seed, side.short) for side in (cell.of, cell.over)]
+    found = run_trials(trials, jobs=jobs, kept=kept)
+    of_s, over_s = (found[trial] for trial in trials)
+    assert isinstance(of_s, float) and isinstance(over_s, float)  # noqa: PT018 they fit
+    return Compared(row=row, values=(cell.factor * over_s / of_s,), over_bounds=(0.0,))
 
 
 def _headline_rows(name: str) -> list[Row]:
@@ -223,15 +251,16 @@ def _headline_rows(name: str) -> list[Row]:
     ]
 
 
-def _planned_anew(one: Compared, assumed: Assumptions, seed: int, jobs: int) -> tuple[float, int]:
+def _planned_anew(one: Compared, assumed: Assumptions, seed: int, jobs: int, kept: Kept) -> tuple[float, int]:
     """(the headline under other assumptions with the best of some splits, the GPUs that generate there)."""
     (cell,) = one.row.cells
     of, over = cell.of, cell.over
     assert isinstance(of, Pipelined) and over is not None  # noqa: PT018 headlines have both
-    others = [of, *(_with_split(of, of.layout.generation_gpus + more) for more in NODES)]
+    nearby = [_with_split(of, of.layout.generation_gpus + more) for more in NODES]
+    others = [of, *sorted(nearby, key=lambda other: _estimated_s(other, assumed))[:TRIED]]
     trials = [Trial(of, seed, of.short), Trial(over, seed, over.short), Trial(over, seed, over.short, assumed)]
     again = [Trial(other, seed, of.short, assumed) for other in others]
-    found = run_trials([*trials, *again], jobs=jobs)
+    found = run_trials([*trials, *again], jobs=jobs, kept=kept)
     plain_s, base_s, moved_base_s = (found[trial] for trial in trials)
     fitting = {trial: seconds for trial in again if isinstance(seconds := found[trial], float)}
     best = min(fitting, key=fitting.__getitem__)
@@ -241,12 +270,24 @@ def _planned_anew(one: Compared, assumed: Assumptions, seed: int, jobs: int) -> 
     return one.low * change, best.experiment.layout.generation_gpus
 
 
+def _estimated_s(of: Pipelined, assumed: Assumptions) -> float:
+    """Of an iteration, for choosing among splits; infinite where it does not fit."""
+    try:
+        generation_s, longest_s, training_s = of.stages_s(assumed)
+    except DoesNotFitError:
+        return math.inf
+    staleness = PIPELINES[of.pipeline].max_staleness
+    if not staleness:
+        return max(generation_s, longest_s) + training_s
+    return max(generation_s, training_s, longest_s / (staleness + 1))
+
+
 def _with_split(of: Pipelined, generation_gpus: int) -> Pipelined:
     """The same with so many GPUs that generate, and the ranks and rounds that ours have with the others."""
     layout, small = of.layout, of.layout.micro_batch_tokens < MICRO_BATCH_TOKENS
     changes = {"micro_batch_tokens": layout.micro_batch_tokens} if small else {}
     other = split(of.llm, generation_gpus, **changes)
-    return replace(of, layout=replace(other, drafts=layout.drafts, kv_bytes=layout.kv_bytes))
+    return replace(of, layout=replace(other, tensor_parallel=layout.tensor_parallel, **aids_of(layout)))
 
 
 # -- speed
@@ -289,6 +330,8 @@ def main() -> None:
     parser.add_argument("--parts", default="", help=f"some of {','.join(PARTS)}; all by default")
     parser.add_argument("--cases", default=",".join(CASES), help="of the table and of moved constants; all by default")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, for moved constants")
+    parser.add_argument("--kept", type=Path, help="file in which simulations with moved constants are kept")
+    parser.add_argument("--least", type=float, default=0.05, help="share that a constant moves a stage by, to be moved")
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     quick: bool = options.quick
@@ -302,7 +345,7 @@ def main() -> None:
     if "table" in parts:
         figures |= report(cases, seeds[:1] if quick else seeds, 9 if quick else BATCHES)
     if "moved" in parts:
-        figures |= moved(cases, seeds[0], options.jobs)
+        figures |= moved(cases, seeds[0], options.jobs, Kept.read(options.kept), options.least)
     if "bound" in parts:
         cost = decode_cost(QWEN_72B, H800, 8)
         for key, recall in (("generation_over_bound", PAPER_RECALL), ("generation_over_bound_oracle", None)):

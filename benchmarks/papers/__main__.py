@@ -1,6 +1,10 @@
 """Figure ``papers``: the results of StreamRL and AsyncFlow beside ours, all simulated by the code that decides live.
 
-    python -m benchmarks.papers [--quick] [--out DIR]     the table, and its last line is one JSON object
+    python -m benchmarks.papers [--quick] [--rows KEYS] [--kept FILE] [--out DIR]
+        the table, and its last line is one JSON object
+
+--rows fig8,asyncflow_linear: only rows whose keys begin so, without curves, timelines and Algorithm 1. --kept: every
+simulation of the table and of moved constants is kept there as it ends; called again, the bench goes on.
 
 With --out: table.txt  results.json  throughput  scaling  sensitivity  timeline-PIPELINE, pictures as .svg and .png.
 Everything drawn is in results.json too. How to read it: docs/simulation.md.
@@ -20,10 +24,10 @@ from matplotlib.figure import Figure
 from benchmarks.papers.comparison import Compared, as_data, compare, table, with_swings
 from benchmarks.papers.experiments import Pipelined
 from benchmarks.papers.pictures import Bar, Curve, Effect, draw_bars, draw_scaling, draw_tornado
-from benchmarks.papers.rows import rows
+from benchmarks.papers.rows import Row, rows
 from benchmarks.papers.rules import against_algorithm_one
 from benchmarks.papers.settings import SIZES, colocated, fully_async, in_flight, scaled, sync_stream
-from benchmarks.papers.trials import ProgressLine, Trial, run_trials
+from benchmarks.papers.trials import Kept, ProgressLine, Trial, run_trials
 from orchestrator.observability.report.drawing import write_timeline
 from orchestrator.observability.report.spans import Timeline, build_timeline
 from orchestrator.sim.costs import ASSUMED
@@ -46,6 +50,9 @@ class Options(argparse.Namespace):
     quick: bool
     jobs: int
     out: Path | None
+    rows: str
+    kept: Path | None
+    least: float
 
 
 def main() -> None:
@@ -56,29 +63,53 @@ def main() -> None:
     options = _options()
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
+    kept = Kept.read(options.kept)
     compared = compare(
-        rows(),
+        chosen_rows(options.rows),
         seeds=(options.seed,),
         iterations=min(options.iterations, 9) if options.quick else options.iterations,
         jobs=options.jobs,
         progress=ProgressLine("simulated"),
+        kept=kept,
     )
     curves: dict[str, Curve] = {}
     if options.out is not None:
         _write(options, options.out, compared, curves)
-        _write_timelines(options.out, options.seed)
-        curves = _curves(options)
-        _write(options, options.out, compared, curves)
+        if not options.rows:
+            _write_timelines(options.out, options.seed)
+            curves = _curves(options)
+            _write(options, options.out, compared, curves)
     if not options.quick:
-        compared = with_swings(compared, seed=options.seed, jobs=options.jobs, progress=ProgressLine("moved constants"))
+        compared = with_swings(
+            compared,
+            seed=options.seed,
+            jobs=options.jobs,
+            progress=ProgressLine("moved constants"),
+            kept=kept,
+            least=options.least,
+        )
         if options.out is not None:
             _write(options, options.out, compared, curves)
     print(table(compared))
     data = _data(options, compared, curves)
-    if not options.quick:
+    if not options.quick and not options.rows:
         lines, data["algorithm_one"] = against_algorithm_one(options.jobs)
         print("\n".join(lines))
     print(msgspec.json.encode(data).decode())
+
+
+def chosen_rows(keys: str) -> list[Row]:
+    """Those whose keys begin with one of ``keys``, which commas divide; all, where there is none.
+
+    Raises SystemExit: no row begins so.
+    """
+    found = rows()
+    wanted = tuple(filter(None, keys.split(",")))
+    if unknown := [key for key in wanted if not any(row.key.startswith(key) for row in found)]:
+        raise SystemExit(
+            f"--rows: no key begins with {', '.join(unknown)}; there are {', '.join(r.key for r in found)}"
+        )
+    return [row for row in found if row.key.startswith(wanted)] if wanted else found
 
 
 def _options() -> Options:
@@ -88,6 +119,9 @@ def _options() -> Options:
     parser.add_argument("--iterations", type=int, default=26, help="the first 4 and the last 2 do not count")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--out", type=Path, default=None, help="directory for table, results and pictures")
+    parser.add_argument("--rows", default="", help="beginnings of keys of rows, divided by commas; all by default")
+    parser.add_argument("--kept", type=Path, default=None, help="file in which simulations are kept")
+    parser.add_argument("--least", type=float, default=0.05, help="share of a stage that a constant has to move")
     return parser.parse_args(namespace=Options())
 
 

@@ -7,16 +7,16 @@ a row is that of its ratio: both sides move together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from benchmarks.papers.experiments import Experiment
+from benchmarks.papers.experiments import Experiment, Pipelined
 from benchmarks.papers.rows import Cell, Row
-from benchmarks.papers.trials import MOVE, Progress, Results, Trial, each_result, moves, run_trials
-from orchestrator.sim.costs import ASSUMED, Assumptions
+from benchmarks.papers.trials import MOVE, Kept, Progress, Results, Trial, each_result, moves, run_trials
+from orchestrator.sim.costs import ASSUMED, Assumptions, DoesNotFitError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,29 +62,73 @@ class Compared:
 
 
 def compare(
-    rows: Sequence[Row], *, seeds: Sequence[int], iterations: int, jobs: int = 1, progress: Progress | None = None
+    rows: Sequence[Row],
+    *,
+    seeds: Sequence[int],
+    iterations: int,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    kept: Kept | None = None,
 ) -> list[Compared]:
     """Run what the rows need."""
-    wanted = [Trial(one, seed, iterations) for one in _experiments(rows) for seed in seeds]
-    found = run_trials(wanted, jobs=jobs, progress=progress)
+    wanted = [_whole(one, seed, iterations) for one in _experiments(rows) for seed in seeds]
+    found = run_trials(wanted, jobs=jobs, progress=progress, kept=kept)
     return [_compared(row, found, seeds, iterations) for row in rows]
 
 
 def with_swings(
-    plain: Sequence[Compared], *, seed: int, jobs: int = 1, progress: Progress | None = None
+    plain: Sequence[Compared],
+    *,
+    seed: int,
+    jobs: int = 1,
+    progress: Progress | None = None,
+    kept: Kept | None = None,
+    least: float = 0.0,
 ) -> list[Compared]:
-    """The same with what the sensitivity of their extreme cells needs. Interrupted, the rows that are done have it."""
+    """The same with what the sensitivity of their extreme cells needs. Interrupted, the rows that are done have it.
+
+    least: share of what a stage of a row takes by arithmetic that a constant must move, to be moved there.
+    """
     extremes = [_extreme_cells(one) for one in plain]
-    moved = [ASSUMED, *moves().values()]
-    sides = dict.fromkeys(side for cells in extremes for cell in cells for side in _sides(cell))
-    trials = [_short(side, seed, assumed) for side in sides for assumed in moved]
+    chosen = [mattering(cells, least) for cells in extremes]
+    trials = [
+        _short(side, seed, assumed)
+        for cells, which in zip(extremes, chosen, strict=True)
+        for cell in cells
+        for side in _sides(cell)
+        for assumed in (ASSUMED, *which.values())
+    ]
     found: dict[Trial, float | str] = {}
     with suppress(KeyboardInterrupt):
-        found.update(each_result(trials, jobs=jobs, progress=progress))
+        found.update(each_result(trials, jobs=jobs, progress=progress, kept=kept))
     return [
-        _with_swing(one, cells, found, seed) if _all_there(cells, found, seed, moved) else one
-        for one, cells in zip(plain, extremes, strict=True)
+        _with_swing(one, cells, found, seed, which) if _all_there(cells, found, seed, which) else one
+        for one, cells, which in zip(plain, extremes, chosen, strict=True)
     ]
+
+
+def mattering(cells: Sequence[Cell], least: float) -> dict[str, Assumptions]:
+    """The moves that change what a stage of a pipeline takes by ``least`` of it, or make it not fit; all, where what is
+    compared is no pipeline: that costs little."""
+    sides = [side for cell in cells for side in _sides(cell)]
+    pipelines = [side for side in sides if isinstance(side, Pipelined)]
+    if len(pipelines) < len(sides):
+        return moves()
+    return {name: one for name, one in moves().items() if max(_changed(side, one) for side in pipelines) >= least}
+
+
+def _changed(side: Pipelined, assumed: Assumptions) -> float:
+    """The largest share by which a stage takes longer, or less long."""
+    try:
+        after = side.stages_s(assumed)
+    except DoesNotFitError:
+        return math.inf
+    return max(abs(one / other - 1) for one, other in zip(after, side.stages_s(), strict=True))
+
+
+def _whole(experiment: Experiment, seed: int, iterations: int) -> Trial:
+    """For the table: no longer than is of use."""
+    return Trial(experiment, seed, min(iterations, experiment.enough))
 
 
 def _short(experiment: Experiment, seed: int, assumed: Assumptions) -> Trial:
@@ -92,8 +136,9 @@ def _short(experiment: Experiment, seed: int, assumed: Assumptions) -> Trial:
     return Trial(experiment, seed, experiment.short, assumed)
 
 
-def _all_there(cells: Sequence[Cell], found: Results, seed: int, moved: Sequence[Assumptions]) -> bool:
-    return all(_short(side, seed, one) in found for cell in cells for side in _sides(cell) for one in moved)
+def _all_there(cells: Sequence[Cell], found: Results, seed: int, which: Mapping[str, Assumptions]) -> bool:
+    needed = (ASSUMED, *which.values())
+    return all(_short(side, seed, one) in found for cell in cells for side in _sides(cell) for one in needed)
 
 
 def _experiments(rows: Iterable[Row]) -> list[Experiment]:
@@ -108,10 +153,10 @@ def _compared(row: Row, found: Results, seeds: Sequence[int], iterations: int) -
     values: list[float] = []
     over_bounds: list[float] = []
     for cell in row.cells:
-        results = [[found[Trial(side, seed, iterations)] for side in _sides(cell)] for seed in seeds]
+        results = [[found[_whole(side, seed, iterations)] for side in _sides(cell)] for seed in seeds]
         values.append(fmean(_must_fit(_value(cell, *of_seed)) for of_seed in results))
         least_s = cell.of.bound_s(seeds[0], iterations, ASSUMED)
-        seconds = found[Trial(cell.of, seeds[0], iterations)]
+        seconds = found[_whole(cell.of, seeds[0], iterations)]
         over_bounds.append(seconds / least_s if least_s and not isinstance(seconds, str) else 0.0)
     return Compared(row=row, values=tuple(values), over_bounds=tuple(over_bounds))
 
@@ -138,18 +183,22 @@ def _extreme_cells(compared: Compared) -> tuple[Cell, ...]:
     return tuple(compared.row.cells[place] for place in places)
 
 
-def _with_swing(plain: Compared, cells: Sequence[Cell], short: Results, seed: int) -> Compared:
+def _with_swing(
+    plain: Compared, cells: Sequence[Cell], short: Results, seed: int, which: Mapping[str, Assumptions]
+) -> Compared:
     """The changes of short trials, applied to the numbers of the long ones; of a row of its own there are none."""
     if not cells:
         return plain
     moved: dict[str, tuple[float, ...]] = {}
     refused: list[str] = []
-    for name, assumed in moves().items():
+    for name, assumed in which.items():
         changes = [_change(cell, short, seed, assumed) for cell in cells]
         if any(change is None for change in changes):
             refused.append(name)
         else:
             moved[name] = tuple(change for change in changes if change is not None)
+    if not moved:
+        return plain
     lows = [(plain.low * changes[0], name) for name, changes in moved.items()]
     highs = [(plain.high * changes[-1], name) for name, changes in moved.items()]
     share, most = max((max(abs(change - 1) for change in changes), name) for name, changes in moved.items())

@@ -6,6 +6,7 @@ equal seconds, in any process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +20,17 @@ from orchestrator.core.dispatch.compute import plan_dispatch
 from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.autoscale import Change, Iteration, Scaling, estimate_of
 from orchestrator.core.model.settings import ScalingSettings
-from orchestrator.sim.costs import H800, Algorithm, Assumptions, Gpu, TrainCost, decode_cost, train_cost, transfer_s
+from orchestrator.sim.costs import (
+    ASSUMED,
+    H800,
+    Algorithm,
+    Assumptions,
+    Gpu,
+    TrainCost,
+    decode_cost,
+    train_cost,
+    transfer_s,
+)
 from orchestrator.sim.engine import Scenario, SimulationLog, counted
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.llms import QWEN_72B
@@ -39,6 +50,10 @@ MAX_RUNNING = 1024
 
 LARGE_BATCH = 2048
 """Samples; the mean length of so many lies within 2% of that of all."""
+ENOUGH_LARGE = 7
+"""Iterations of larger batches, three of which count (``counted``): they vary as six times as many small ones do."""
+MANY = 1_000
+"""Iterations: more are never asked for."""
 
 
 class Experiment(Protocol):
@@ -48,6 +63,11 @@ class Experiment(Protocol):
     def short(self) -> int:
         """Iterations that show what a change of the assumptions does."""
         return 1
+
+    @property
+    def enough(self) -> int:
+        """Iterations beyond which its mean would not change any more by what matters."""
+        return MANY
 
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """Raises DoesNotFitError where the assumptions leave no room."""
@@ -76,7 +96,7 @@ def lengths_of(max_tokens: int, prompts: int, seed: int, recall: float | None) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipelined:
+class Pipelined(Experiment):
     """Seconds of an iteration of one pipeline on one split of the GPUs."""
 
     layout: Layout
@@ -101,6 +121,23 @@ class Pipelined:
             return 3
         return 12 if PIPELINES[self.pipeline].max_staleness else 5
 
+    @property
+    def enough(self) -> int:
+        return ENOUGH_LARGE if self.batch > LARGE_BATCH else MANY
+
+    def stages_s(self, assumed: Assumptions = ASSUMED) -> tuple[float, float, float]:
+        """Of a batch by arithmetic: generation, the longest sample alone, training in rounds that are full. Raises
+        DoesNotFitError."""
+        workload, layout = self.workload(0, 1), self.laid_out(assumed)
+        limit = bound(workload, replace(layout, slots=100_000), assumed)
+        train = layout.train_cost(workload.llm, workload.algorithm, assumed)
+        question = fmean(workload.lengths.questions)
+        whole = [samples[0] + question for samples in workload.lengths.lengths]
+        tokens, squares = sum(whole) / layout.ranks, sum(one * one for one in whole) / layout.ranks
+        rounds = math.ceil(tokens / layout.micro_batch_tokens)
+        training_s = rounds * train.micro_batch_s(tokens / rounds, squares / rounds) + train.step_s()
+        return limit.generation_s, limit.longest_s, training_s
+
     def workload(self, seed: int, iterations: int) -> Workload:
         lengths = lengths_of(self.max_tokens, self.batch * iterations, seed, self.recall)
         return Workload(llm=self.llm, lengths=lengths, batch=self.batch, algorithm=self.algorithm)
@@ -110,13 +147,18 @@ class Pipelined:
             assumed = msgspec.structs.replace(assumed, layer_s=self.layer_s)
         return scenario(
             self.workload(seed, iterations),
-            self.layout,
+            self.laid_out(assumed),
             PIPELINES[self.pipeline],
             iterations=iterations,
             assumed=assumed,
             dispatch=self.dispatch,
             record=record,
         )
+
+    def laid_out(self, assumed: Assumptions) -> Layout:
+        """Its layout: where drafts come true more or less often than is assumed, so do those of its engines."""
+        moved = assumed.draft_acceptance / ASSUMED.draft_acceptance
+        return replace(self.layout, drafts=min(1.0, self.layout.drafts * moved))
 
     def run(self, seed: int, iterations: int, assumed: Assumptions, *, record: bool = False) -> SimulationLog:
         return simulate(self.scenario(seed, iterations, assumed, record=record))
@@ -126,7 +168,7 @@ class Pipelined:
 
     def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """max(work / capacity, longest alone) of the slower stage; of both stages where they work in turn."""
-        limit = bound(self.workload(seed, iterations), replace(self.layout, slots=100_000), assumed)
+        limit = bound(self.workload(seed, iterations), replace(self.laid_out(assumed), slots=100_000), assumed)
         if self.layout.colocated:
             return max(limit.generation_s, limit.longest_s) + limit.training_s
         return limit.iteration_s(PIPELINES[self.pipeline].max_staleness)
@@ -142,7 +184,7 @@ def steady_s(log: SimulationLog) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(Experiment):
     """Seconds until the last sample of one batch ends, nothing else going on; samples stay where they start."""
 
     dispatch: str
@@ -265,7 +307,7 @@ class Known(Experiment):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class Bound(Experiment):
     """What nothing can beat, as if it were an experiment: under it, a ratio is a distance to the bound."""
 
     of: Generation

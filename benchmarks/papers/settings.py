@@ -154,14 +154,24 @@ def rolling(generation_gpus: int = 40) -> Pipelined:
     return Pipelined(layout=split(QWEN_72B, generation_gpus), pipeline="rolling_2", dispatch="paced")
 
 
-AIDED_SPLIT = {"sync": 48, "async": 32}
+AIDED_SPLIT = {"sync": 48, "async": 32, "fp8": 24}
 """GPUs of 128 that generate where engines draft or hold fp8 caches, of 24 to 48: with the others ranks swap, or
-generation is the slower stage."""
+generation is the slower stage. With weights in fp8, too, instances of four GPUs on 24 are quick enough for ranks that
+swap."""
 
 
-def aided(experiment: Pipelined, *, drafts: float = 0.0, kv_bytes: int = 2) -> Pipelined:
-    """The same with engines that draft at this acceptance, or hold keys and values in so many bytes."""
-    return replace(experiment, layout=replace(experiment.layout, drafts=drafts, kv_bytes=kv_bytes))
+def aided(experiment: Pipelined, *, drafts: float = 0.0, kv_bytes: int = 2, bytes_a_weight: int = 2) -> Pipelined:
+    """The same with engines that draft at this acceptance, or hold keys and values, or weights, in so many bytes."""
+    layout = replace(experiment.layout, drafts=drafts, kv_bytes=kv_bytes, bytes_a_weight=bytes_a_weight)
+    return replace(experiment, layout=layout)
+
+
+def in_fp8() -> Pipelined:
+    """In flight with caches and weights in fp8."""
+    experiment = in_flight(AIDED_SPLIT["fp8"])
+    return aided(
+        replace(experiment, layout=replace(experiment.layout, tensor_parallel=4)), kv_bytes=1, bytes_a_weight=1
+    )
 
 
 def asyncflow(llm: Llm, gpus: int, pipeline: str, *, batch: int = 0) -> Pipelined:

@@ -1,17 +1,21 @@
 """Many experiments, each once, on several processes; and what they rest on: every constant 20% lower and higher.
 
-Equal work is done once; results do not depend on how many processes there are.
+Equal work is done once; results do not depend on how many processes there are. With a file to keep them in, an
+interrupted bench goes on where it was.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -77,22 +81,83 @@ class Trial:
 
 Results: TypeAlias = Mapping[Trial, float | str]
 
+ROOT = Path(__file__).parents[2]
+DECIDING = ("orchestrator/core", "orchestrator/sim", "transport/contracts", "benchmarks/papers")
+"""Folders whose code says what a trial comes to."""
 
-def run_trials(trials: Iterable[Trial], *, jobs: int = 1, progress: Progress | None = None) -> Results:
+
+class _Line(msgspec.Struct, frozen=True):
+    trial: str
+    result: float | str
+
+
+@dataclass(slots=True)
+class Kept:
+    """Results of trials, and the file that keeps them; None: none does. Those of other code are not taken."""
+
+    path: Path | None = None
+    found: dict[str, float | str] = field(default_factory=dict[str, float | str])
+
+    @classmethod
+    def read(cls, path: Path | None) -> Kept:
+        """Of a file that need not exist. A line that was cut off is left out."""
+        kept = cls(path)
+        if path is not None and path.exists():
+            for line in path.read_bytes().splitlines():
+                try:
+                    one = msgspec.json.decode(line, type=_Line)
+                except msgspec.DecodeError:
+                    continue
+                kept.found[one.trial] = one.result
+        return kept
+
+    def get(self, trial: Trial) -> float | str | None:
+        return self.found.get(_name(trial))
+
+    def add(self, trial: Trial, result: float | str) -> None:
+        name = _name(trial)
+        self.found[name] = result
+        if self.path is not None:
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(_Line(name, result)) + b"\n")
+
+
+def _name(trial: Trial) -> str:
+    return hashlib.sha256(f"{_code()} {trial!r}".encode()).hexdigest()
+
+
+@functools.cache
+def _code() -> str:
+    """Of the code that decides what trials come to."""
+    digest = hashlib.sha256()
+    for folder in DECIDING:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def run_trials(
+    trials: Iterable[Trial], *, jobs: int = 1, progress: Progress | None = None, kept: Kept | None = None
+) -> Results:
     """Trial -> seconds, or why it does not fit. jobs: processes, at least 1; 1 uses none but this."""
-    return dict(each_result(trials, jobs=jobs, progress=progress))
+    return dict(each_result(trials, jobs=jobs, progress=progress, kept=kept))
 
 
 def each_result(
-    trials: Iterable[Trial], *, jobs: int = 1, progress: Progress | None = None
+    trials: Iterable[Trial], *, jobs: int = 1, progress: Progress | None = None, kept: Kept | None = None
 ) -> Iterator[tuple[Trial, float | str]]:
     """The same one after another, in their order, so that an interrupted call leaves those before.
 
-    Equal trials, and those whose assumptions cost the same, are done once.
+    Equal trials, and those whose assumptions cost the same, are done once; those that are kept, not again.
     """
+    kept = Kept() if kept is None else kept
     alike = _alike(trials)
-    results = _results([twins[0] for twins in alike], jobs)
-    for done, (twins, result) in enumerate(zip(alike, results, strict=True), start=1):
+    known = [next((result for trial in twins if (result := kept.get(trial)) is not None), None) for twins in alike]
+    results = _results([twins[0] for twins, result in zip(alike, known, strict=True) if result is None], jobs)
+    for done, (twins, earlier) in enumerate(zip(alike, known, strict=True), start=1):
+        result = next(results) if earlier is None else earlier
+        if earlier is None:
+            kept.add(twins[0], result)
         if progress is not None:
             progress(done, len(alike))
         for trial in twins:
@@ -132,12 +197,12 @@ def _key(trial: Trial) -> Hashable:
 def moves() -> dict[str, Assumptions]:
     """What was moved, as "mfu x 0.8" -> assumptions with that constant moved; what is no number stays."""
     moved: dict[str, Assumptions] = {}
-    for field in msgspec.structs.fields(Assumptions):
-        if not isinstance(getattr(ASSUMED, field.name), int | float):
+    for one in msgspec.structs.fields(Assumptions):
+        if not isinstance(getattr(ASSUMED, one.name), int | float):
             continue
         for factor in (1 - MOVE, 1 + MOVE):
-            value = getattr(ASSUMED, field.name) * factor
-            most = 1.0 if field.name in SHARES else float("inf")
-            name = f"{field.name} x {factor:.1f}" if value <= most else f"{field.name} = 1"
-            moved[name] = msgspec.structs.replace(ASSUMED, **{field.name: min(value, most)})
+            value = getattr(ASSUMED, one.name) * factor
+            most = 1.0 if one.name in SHARES else float("inf")
+            name = f"{one.name} x {factor:.1f}" if value <= most else f"{one.name} = 1"
+            moved[name] = msgspec.structs.replace(ASSUMED, **{one.name: min(value, most)})
     return moved

@@ -409,11 +409,18 @@ def profile(
     out: Annotated[
         Path, typer.Option(help="Files to write, without their endings: .json for --profile, .toml for --config.")
     ] = Path("profile"),
+    fp8_kv: Annotated[
+        bool, typer.Option("--fp8-kv", help="Measure the engine once more with keys and values in one byte, not two.")
+    ] = False,
+    fp8_weights: Annotated[
+        bool, typer.Option("--fp8-weights", help="And with its weights in one byte; with both options at once, both.")
+    ] = False,
 ) -> None:
     resolved = configuration.resolve(configuration.overrides())
     from orchestrator.cli import profile
+    from orchestrator.planning.profiles import Fp8
 
-    raise typer.Exit(profile.main(resolved.settings, out))
+    raise typer.Exit(profile.main(resolved.settings, out, Fp8(kv=fp8_kv, weights=fp8_weights)))
 
 
 @app.command(help="Replay a run's journal: the same events must give the same commands.")

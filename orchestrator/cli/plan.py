@@ -22,7 +22,17 @@ from orchestrator.config.schema import to_toml
 from orchestrator.errors import ConfigError
 from orchestrator.planning.allocation import MeasuredSplit, Objective, Pool, Split, released
 from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, planned, run_settings
-from orchestrator.planning.profiles import NAME, Profile, check_model, extrapolated, hardware, llm_of, read_profile
+from orchestrator.planning.profiles import (
+    NAME,
+    Fp8,
+    Profile,
+    check_model,
+    extrapolated,
+    hardware,
+    llm_of,
+    read_profile,
+    variant_of,
+)
 from orchestrator.sim.costs import GPUS, OUR_TRAINER, Algorithm, DoesNotFitError, Gpu, Recompute
 from orchestrator.sim.lengths import read_lengths
 from orchestrator.sim.llms import HUB, LLMS
@@ -51,7 +61,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 Drafted = Annotated[
     float, typer.Option(min=0, max=1, help="Acceptance of a token that engines draft, e.g. .55. [0: none drafts]")
 ]
-SmallCaches = Annotated[bool, typer.Option("--fp8-kv", help="Keys and values in one byte, not two.")]
+SmallCaches = Annotated[bool, typer.Option("--fp8-kv", help="Keys and values of engines in one byte, not two.")]
+SmallWeights = Annotated[bool, typer.Option("--fp8-weights", help="Weights that generate in one byte, not two.")]
+FP8_BYTES = 1
 GBPS = 1e9 / 8
 """Bytes a second of one Gbit/s."""
 NEVER_IDLE = 0.02
@@ -91,6 +103,7 @@ def plan(
     ] = "",
     drafts: Drafted = 0.0,
     fp8_kv: SmallCaches = False,
+    fp8_weights: SmallWeights = False,
     link_gbps: LinkGbps = 80.0,
     seed: Annotated[int, typer.Option(help="Of the order of prompts and of the ranker's errors.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="Simulations at once. [0: one a core]")] = 0,
@@ -98,7 +111,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     measured = None if profile is None else read_profile(profile)
-    check_aids(measured, drafts, fp8_kv)
+    measured = with_aids(measured, drafts, fp8_kv=fp8_kv, fp8_weights=fp8_weights)
     pools = parse_pools(gpus, parse_prices(prices), hardware(measured))
     llm = chosen_model(model, measured)
     skipped: list[str] = []
@@ -114,7 +127,8 @@ def plan(
         recall=recall if recall < 1.0 else None,
         link_bytes_per_s=link_gbps * GBPS,
         drafts=drafts,
-        kv_bytes=1 if fp8_kv else BYTES,
+        kv_bytes=FP8_BYTES if fp8_kv else BYTES,
+        bytes_a_weight=FP8_BYTES if fp8_weights else BYTES,
         seed=seed,
         assumed=planned(one_of("--recompute", recompute, get_args(Recompute))),
     )
@@ -150,13 +164,15 @@ def plan(
 # -- arguments
 
 
-def check_aids(measured: Profile | None, drafts: float, fp8_kv: bool) -> None:
-    """Raises ConfigError: a profile knows neither."""
-    if measured is not None and (drafts or fp8_kv):
-        where = "--drafts" if drafts else "--fp8-kv"
-        raise ConfigError(
-            "a profile has what its engine was measured at: profile the engine as it will run", where=where
-        )
+def with_aids(measured: Profile | None, drafts: float, *, fp8_kv: bool, fp8_weights: bool) -> Profile | None:
+    """The profile as its engine is with these aids. Raises ConfigError: it was not measured with them."""
+    if measured is None:
+        return None
+    if drafts:
+        raise ConfigError("a profile says nothing of drafts: what comes true of them, a run measures", where="--drafts")
+    if not (fp8_kv or fp8_weights):
+        return measured
+    return variant_of(measured, Fp8(kv=fp8_kv, weights=fp8_weights))
 
 
 def parse_pools(text: str, prices: Mapping[str, float], known: Mapping[str, Gpu] = GPUS) -> list[Pool]:
@@ -371,8 +387,12 @@ def limit(prediction: Prediction) -> str:
 
 def notes(job: Job) -> list[str]:
     """What about the input makes the answer worth less, and what the engines must be told for it to hold."""
-    on = [*(["drafts"] if job.drafts else []), *(["fp8 caches"] if job.kv_bytes != BYTES else [])]
-    aids = [f"reckoned with {' and '.join(on)}: the settings do not turn them on, the engine's own do"] if on else []
+    on = [
+        *(["drafts"] if job.drafts else []),
+        *(["fp8 keys and values"] if job.kv_bytes != BYTES else []),
+        *(["fp8 weights"] if job.bytes_a_weight != BYTES else []),
+    ]
+    aids = [f"reckoned with {' and '.join(on)}, which the settings turn on for SGLang and vLLM"] if on else []
     if len(job.groups) == 1:
         return [*aids, "the file has one prompt: every batch is made of it, and a plan for other lengths will differ"]
     if len({tokens for group in job.groups for tokens in group}) == 1:

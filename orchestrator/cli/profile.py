@@ -17,9 +17,10 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator.config.rules import broken_of_fp8
 from orchestrator.config.schema import to_toml
-from orchestrator.errors import ChildFailedError, writing_out
-from orchestrator.planning.profiles import Errors, Profile, fit
+from orchestrator.errors import ChildFailedError, ConfigError, writing_out
+from orchestrator.planning.profiles import Errors, Fp8, Profile, Variant, fit, with_variant
 from transport.contracts.continuous_batching import Measurements
 from transport.contracts.settings import Settings
 from transport.process.files import replace
@@ -29,14 +30,24 @@ MEASURE_LIMIT_S = 1800.0
 """The worker has its own limits; this one is for a machine that hangs."""
 QUIET_SHARE = 0.1
 """Of the machine that other programs may take; beyond it a measurement is theirs, too."""
+BF16 = Fp8()
+"""Nothing is in fp8."""
 STAT = Path("/proc/stat")
 
 
-def main(settings: Settings, out: Path) -> int:
-    """Measure, fit, write, say. Returns 0. Raises ChildFailedError, ConfigError."""
+def main(settings: Settings, out: Path, fp8: Fp8 = BF16) -> int:
+    """Measure, fit, write, say. Returns 0. fp8: measure the engine once more with this in it, where there is something.
+
+    Raises ChildFailedError, ConfigError.
+    """
     check_place(out)
+    cheaper = in_fp8(settings, fp8) if fp8 != BF16 else None
     load = MachineLoad()
-    profile = fit(measure(settings))
+    own = Fp8(kv=settings.generation.kv_dtype == "fp8", weights=settings.generation.weights_dtype == "fp8")
+    profile = msgspec.structs.replace(fit(measure(settings)), fp8=own)
+    if cheaper is not None:
+        print(f"the engine once more, with {fp8.options}")
+        profile = with_variant(profile, fp8, measure(cheaper))
     json_path, toml_path = out.with_suffix(".json"), out.with_suffix(".toml")
     with writing_out(out):
         replace(json_path, msgspec.json.format(msgspec.json.encode(profile)))
@@ -47,6 +58,23 @@ def main(settings: Settings, out: Path) -> int:
     print(f"wrote {json_path}, for simulate and plan: --profile {json_path}")
     print(f"wrote {toml_path}, for run: --config {toml_path}")
     return 0
+
+
+def in_fp8(settings: Settings, fp8: Fp8) -> Settings:
+    """Settings of an engine alone, with this in fp8. Raises ConfigError: it cannot, or has it already."""
+    generation = settings.generation
+    if generation.fp8:
+        raise ConfigError(
+            f"{fp8.options}: leave out generation.kv_dtype and generation.weights_dtype, which say the same",
+            where=fp8.options.split()[0],
+        )
+    wanted = {"kv_dtype": fp8.kv, "weights_dtype": fp8.weights}
+    changed = msgspec.structs.replace(generation, **{name: "fp8" for name, is_on in wanted.items() if is_on})
+    untrained = msgspec.structs.replace(settings.trainer, engine="none")
+    found = msgspec.structs.replace(settings, generation=changed)
+    for keys, reason in broken_of_fp8(found):
+        raise ConfigError(reason, key=keys.split()[0])
+    return msgspec.structs.replace(found, trainer=untrained)
 
 
 def check_place(path: Path) -> None:
@@ -95,6 +123,7 @@ def report(profile: Profile) -> str:
         f"{1e6 * cost.kv_token_s:.3g} us; prefill: {1e3 * cost.prefill_token_s:.3g} ms a token",
         f"  {_room(cost.kv_capacity_tokens)}",
         f"  up to {profile.slots} samples of {profile.context_tokens} tokens; {_held_out(profile.held_out, 'batches')}",
+        *map(_variant, profile.variants),
     ]
     if (train := profile.train) is not None:
         parts += [
@@ -111,6 +140,15 @@ def report(profile: Profile) -> str:
         padded_names = " and of ".join(names)
         parts.append(f"attention of {padded_names} is padded: a short sample takes as long as the longest there")
     return "\n".join(parts)
+
+
+def _variant(variant: Variant) -> str:
+    cost = variant.decode_cost
+    return (
+        f"with {variant.fp8.options}: {1e3 * cost.fixed_s:.3g} ms + max({1e3 * cost.weights_s:.3g} ms, samples x "
+        f"{1e3 * cost.gemm_sample_s:.3g} ms) + samples x {1e3 * cost.sample_s:.3g} ms + context x "
+        f"{1e6 * cost.kv_token_s:.3g} us; {_room(cost.kv_capacity_tokens)}; {_held_out(variant.held_out, 'batches')}"
+    )
 
 
 def _room(kv_capacity_tokens: float) -> str:

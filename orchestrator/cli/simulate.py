@@ -14,6 +14,7 @@ import msgspec
 import typer
 
 from orchestrator.cli.plan import (
+    FP8_BYTES,
     GBPS,
     AsJson,
     Batch,
@@ -24,11 +25,12 @@ from orchestrator.cli.plan import (
     ProfileFile,
     Recall,
     SmallCaches,
+    SmallWeights,
     TokenCost,
-    check_aids,
     chosen_model,
     one_of,
     parse_pools,
+    with_aids,
 )
 from orchestrator.core.dispatch.compute import Planned
 from orchestrator.core.model.settings import LEAST_LOADED, default_dispatch
@@ -38,12 +40,13 @@ from orchestrator.observability.report.drawing import write_timeline
 from orchestrator.planning.allocation import Pool
 from orchestrator.planning.plan_search import SPARE_TOKENS, micro_batch_tokens_of, slots_of
 from orchestrator.planning.profiles import NAME, Profile, extrapolated, hardware, read_profile
-from orchestrator.sim.costs import GPUS, Algorithm, DoesNotFitError, Gpu, decode_cost, most_ranks, tensor_degrees
+from orchestrator.sim.costs import GPUS, Algorithm, DoesNotFitError, Gpu, most_ranks, tensor_degrees
 from orchestrator.sim.generation import SampleTooLongError
 from orchestrator.sim.lengths import long_tailed, read_lengths, representative
 from orchestrator.sim.llms import LLMS
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
 from orchestrator.sim.simulate import Performance, performance
+from transport.contracts.llms import BYTES
 
 POLICIES = (*get_args(Planned), LEAST_LOADED)
 FEWEST_ITERATIONS = 3
@@ -92,6 +95,7 @@ def simulate(
     ] = 0,
     drafts: Drafted = 0.0,
     fp8_kv: SmallCaches = False,
+    fp8_weights: SmallWeights = False,
     link_gbps: LinkGbps = 80.0,
     iterations: Annotated[
         int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
@@ -102,7 +106,7 @@ def simulate(
 ) -> None:
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
     measured = None if profile is None else read_profile(profile)
-    check_aids(measured, drafts, fp8_kv)
+    measured = with_aids(measured, drafts, fp8_kv=fp8_kv, fp8_weights=fp8_weights)
     llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
     one_of("--dispatch", dispatch or LEAST_LOADED, POLICIES)
     skipped: list[str] = []
@@ -117,13 +121,13 @@ def simulate(
     workload = Workload(llm=llm, lengths=groups, batch=batch, group_size=group_size, algorithm=cost)
     try:
         pools = _pools(generate, train, measured)
-        layout = _layout(workload, pools, tensor_parallel, ranks, link_gbps)
+        held = {"kv_bytes": FP8_BYTES if fp8_kv else BYTES, "bytes_a_weight": FP8_BYTES if fp8_weights else BYTES}
+        layout = _layout(workload, pools, tensor_parallel, ranks, link_gbps, **held)
         layout = replace(
             layout,
             slots=slots or slots_of(layout.generation_gpu),
             micro_batch_tokens=micro_batch_tokens or micro_batch_tokens_of(layout.training_gpu),
             drafts=drafts,
-            kv_bytes=1 if fp8_kv else layout.kv_bytes,
         )
         chosen = dispatch or default_dispatch(
             max_staleness=settings.max_staleness, update=settings.update, num_workers=layout.instances
@@ -162,7 +166,16 @@ def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Po
     return generation, training
 
 
-def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, ranks: int, link_gbps: float) -> Layout:
+def _layout(
+    workload: Workload,
+    pools: tuple[Pool, Pool],
+    tensor_parallel: int,
+    ranks: int,
+    link_gbps: float,
+    *,
+    kv_bytes: int,
+    bytes_a_weight: int,
+) -> Layout:
     """Raises ConfigError, DoesNotFitError."""
     generation, training = pools
     if training.gpu.measured is not None and ranks not in (0, training.num_gpus):
@@ -179,6 +192,8 @@ def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, 
             training_gpu=training.gpu,
             colocated=training is generation,
             link_bytes_per_s=link,
+            kv_bytes=kv_bytes,
+            bytes_a_weight=bytes_a_weight,
         )
         for degree in degrees
         if generation.num_gpus % degree == 0
@@ -198,7 +213,7 @@ def _fastest(workload: Workload, layouts: list[Layout]) -> Layout:
     refused = ""
     for place, layout in enumerate(layouts):
         try:
-            room = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel).kv_capacity_tokens
+            room = layout.decode_cost(workload.llm).kv_capacity_tokens
             if room < need:
                 raise DoesNotFitError(
                     f"{layout.tensor_parallel} {layout.generation_gpu.name} have room for {room:.0f} tokens of context "

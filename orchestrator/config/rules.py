@@ -230,6 +230,7 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "generation.drafts generation.server_args",
             f"must be 0 with {drafted[0].partition('=')[0]} in generation.server_args: leave out one of them",
         )
+    yield from broken_of_fp8(s)
     if s.generation.engine == "vllm" and (s.sampling.top_p != 1 or s.sampling.top_k != 0):
         yield (
             "sampling.top_p sampling.top_k",
@@ -284,6 +285,34 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "ranker.kind pipeline.drop_no_signal",
             'must not be "oracle" where groups are replaced: it knows lengths by the order of prompts',
         )
+
+
+FP8_OPTIONS = {"kv_dtype": "--kv-cache-dtype", "weights_dtype": "--quantization"}
+"""Of SGLang and vLLM."""
+
+
+def broken_of_fp8(s: Settings) -> Iterator[tuple[str, str]]:
+    """Who can hold in fp8 what is asked for, and go back."""
+    generation = s.generation
+    for key, option in FP8_OPTIONS.items():
+        if getattr(generation, key) != "fp8":
+            continue
+        if generation.engine == "embedded":
+            yield f"generation.{key} generation.engine", f'must be "auto": fp8 needs generation.engine {A_SERVER}'
+        if generation.engine_url:
+            yield (
+                f"generation.{key} generation.engine_url",
+                'must be "auto" with generation.engine_url: what that server holds in fp8 is said where it is started',
+            )
+        if [one for one in generation.server_args if one.partition("=")[0] == option]:
+            yield (
+                f"generation.{key} generation.server_args",
+                f'must be "auto" with {option} in generation.server_args, which no mismatch takes back: leave that out',
+            )
+    if generation.weights_dtype == "fp8" and generation.dtype != "bfloat16":
+        yield "generation.weights_dtype generation.dtype", 'needs generation.dtype "bfloat16", of which fp8 is rounded'
+    if s.emulated.fp8_mismatch and not (generation.fp8 and generation.engine == "emulated"):
+        yield "emulated.fp8_mismatch generation.kv_dtype", "is read with an emulated engine and fp8 in it alone"
 
 
 def _broken_of_data(s: Settings) -> Iterator[tuple[str, str]]:

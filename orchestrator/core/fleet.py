@@ -44,7 +44,7 @@ def load_newest(p: Pipeline) -> None:
     for worker in p.fleet.loads_due(p.settings.update):
         worker.loading = p.fleet.newest
         worker.load_deadline_s = p.now_s + p.settings.rollout_timeout_s
-        command = LoadWeights(worker_id=worker.worker_id, weights=p.fleet.newest)
+        command = LoadWeights(worker_id=worker.worker_id, weights=p.fleet.newest, full_precision=p.precision.reason)
         p.outbox.emit_until(LoadKey(worker.worker_id), command)
 
 

@@ -20,6 +20,7 @@ from orchestrator.core.lanes.service import ServeLane
 from orchestrator.core.model.groups import NO_WORKER, Lane, plan_phases
 from orchestrator.core.model.outbox import CommandId, HeldOutPromptsKey, PromptsKey
 from orchestrator.core.model.pipeline import Pipeline, Wait
+from orchestrator.core.model.precision import Precision
 from orchestrator.core.model.settings import CoreSettings, changed, reconfigured
 from orchestrator.core.rollout.admission import TrainLane
 from orchestrator.core.rollout.lifecycle import Lifecycle
@@ -111,6 +112,8 @@ class PipelineState:
         """
         pipeline = _decoder.decode(snapshot)
         if settings is not None:
+            if settings.fp8 != pipeline.configured.fp8:  # it is tried, and judged, anew
+                pipeline.precision = Precision()
             pipeline.settings = reconfigured(pipeline.settings, pipeline.configured, settings)
             pipeline.configured = settings
         state = cls.__new__(cls)

@@ -21,6 +21,7 @@ from orchestrator.core.lanes.evaluation import EvaluationLane
 from orchestrator.core.model.groups import Batch, Group, Phase
 from orchestrator.core.model.outbox import CommandId, FinishKey, parse_entry_id
 from orchestrator.core.model.pipeline import Checkpoint, Pipeline, is_saved
+from orchestrator.core.model.precision import METRIC
 from orchestrator.core.model.settings import Release
 from orchestrator.core.rollout.admission import TrainLane, outcome_of
 from orchestrator.core.rollout.lifecycle import withdraw
@@ -332,6 +333,8 @@ def step_done(p: Pipeline, report: StepDone) -> None:
         return  # repeated, or of a trainer that was replaced
     if report.weights.version == trained + 1:
         fleet.trained(p, p.batches[trained], report.stepped_s)
+    if p.settings.fp8 is not None:
+        p.precision.observe(p.settings.fp8, report.weights.version, report.metrics.get(METRIC))
     _train_up_to(p, report.weights)
 
 

@@ -108,6 +108,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: that came so far, None where the run trains.
     damaged_checkpoints: that the trainer could not use when it started last, and why, and from which version it went
     on instead.
+    full_precision: why engines hold nothing in fp8 any more, "" while they hold what is set.
     """
 
     seq: int
@@ -142,6 +143,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int | None = None
     damaged_checkpoints: tuple[str, ...] = ()
     went_back_to: int = 0
+    full_precision: str = ""
 
 
 def view(pipeline: Pipeline) -> PipelineView:
@@ -193,6 +195,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         num_requests=p.last_request if p.settings.service else None,
         damaged_checkpoints=p.training.damaged,
         went_back_to=p.training.went_back_to,
+        full_precision=p.precision.reason,
     )
 
 

@@ -343,7 +343,13 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     planner = Planner(lambda: state.settings)
     executor = Executor(broker, fence, prompts, planner.request, on_finish=ended.finish, last_seq=state.seq)
     passes = settings.trainer.epochs
-    metrics = MetricsLog(rundir.metrics, trains=trains, passes=passes, held_out=settings.eval)
+    metrics = MetricsLog(
+        rundir.metrics,
+        trains=trains,
+        passes=passes,
+        held_out=settings.eval,
+        no_fp8_since=(lambda: state.pipeline.precision.since) if settings.generation.fp8 else None,
+    )
     rounds = [command for _, command in restated if isinstance(command, TrainRound)]
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
     watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share)

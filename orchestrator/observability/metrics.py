@@ -17,7 +17,7 @@ import os
 import threading
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +54,7 @@ GROUPS: Mapping[str, str] = {
     "lengths": "response_tokens response_tokens_p50 response_tokens_p90 response_tokens_max truncated "
     "environment_share",
     "loss": "loss grad_norm lr skipped_nonfinite entropy kl computed_tokens clip_fraction_low clip_fraction_high",
-    "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv",
+    "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv fp8_off",
     "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s publish_wait_s samples_trained "
     "tokens_trained groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead "
     "rows_in_steps tokens_in_steps",
@@ -114,11 +114,19 @@ class MetricsLog:
     """Notes groups from the events and rounds from the commands, and appends a line to ``path`` for each batch."""
 
     def __init__(
-        self, path: Path, *, trains: bool = True, passes: int = 1, held_out: EvalSettings | None = None
+        self,
+        path: Path,
+        *,
+        trains: bool = True,
+        passes: int = 1,
+        held_out: EvalSettings | None = None,
+        no_fp8_since: Callable[[], int] | None = None,
     ) -> None:
         """trains: a run that does not has no batches, and nothing is kept of its samples.  passes: over each batch.
-        held_out: how its sets of held-out problems are asked.
+        held_out: how its sets of held-out problems are asked.  no_fp8_since: first version that is generated without
+        fp8, 0 while engines use it; None in a run without.
         """
+        self._no_fp8_since = no_fp8_since
         self._held_out = held_out or EvalSettings()
         self._path = path
         self._trains = trains
@@ -238,6 +246,7 @@ class MetricsLog:
             **rates,
             "rows_in_steps": event.num_rows,
             "tokens_in_steps": event.num_tokens,
+            **self._fp8(event.weights.version),
             **event.metrics,
             **self._ranker,
             **self._critic,
@@ -255,10 +264,17 @@ class MetricsLog:
             log.warning(warning)
         return line
 
+    def _fp8(self, version: int) -> dict[str, int]:
+        """How many versions ago fp8 was given up, this one counted; 0 while engines use it."""
+        if self._no_fp8_since is None:
+            return {}
+        since = self._no_fp8_since()
+        return {"fp8_off": max(0, version - since + 1) if since else 0}
+
 
 def warnings_of(line: Mapping[str, Any], mismatch_limit: float) -> list[str]:
     """What is wrong with a trained batch, each as a sentence without "warning": for terminal, live page and report."""
-    return [text for text in (mismatch_line(line, mismatch_limit), no_gradient_line(line)) if text]
+    return [text for text in (mismatch_line(line, mismatch_limit), fp8_line(line), no_gradient_line(line)) if text]
 
 
 def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
@@ -273,6 +289,18 @@ def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
         f"batch {line['batch'] + 1}: logprobs of trainer and engine differ by {found:.3f} on average "
         f"(largest {line.get('logprob_mismatch_max', 0.0):.2f}, staleness {line.get('staleness', 0.0):.2f}), "
         f"more than algorithm.mismatch_limit {limit:g}"
+    )
+
+
+def fp8_line(line: Mapping[str, Any]) -> str:
+    """Said of the batch after which fp8 was given up; "" of all others."""
+    if line.get("fp8_off") != 1:
+        return ""
+    found = line.get("logprob_mismatch")
+    differ = "are not comparable" if found is None else f"differ by {found:.3f} on average"
+    return (
+        f"batch {line['batch'] + 1}: logprobs of trainer and engine {differ}, for generation.fp8_mismatch_batches in a "
+        f"row too much for generation.fp8_mismatch_limit: nothing is held in fp8 from version {line['version']} on"
     )
 
 

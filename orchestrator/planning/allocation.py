@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import ceil, lcm
 from typing import Literal, TypeAlias
@@ -30,7 +31,7 @@ from orchestrator.sim.costs import (
     training_layout,
     training_misfit,
 )
-from transport.contracts.llms import Llm
+from transport.contracts.llms import BYTES, Llm
 
 Objective: TypeAlias = Literal["time", "cost"]
 
@@ -131,14 +132,24 @@ def splits(
     max_ranks: int = 0,
     minimise: Objective = "time",
     assumed: Assumptions = ASSUMED,
+    kv_bytes: int = BYTES,
+    bytes_a_weight: int = BYTES,
 ) -> list[Split]:
     """Every choice of pools, sizes and degrees that fits.
 
     Args:    context_tokens: of the longest sample, which one instance and one micro-batch must hold.
              max_instances: samples of a batch: more instances would be idle.  max_ranks: groups of a batch, likewise;
-             0: as many as instances.
+             0: as many as instances.  kv_bytes, bytes_a_weight: of what generates, as for ``costs.decode_cost``.
     Raises:  DoesNotFitError: nothing fits; the message says what would.
     """
+    degrees = partial(
+        generation_degrees,
+        llm,
+        context_tokens=context_tokens,
+        assumed=assumed,
+        kv_bytes=kv_bytes,
+        bytes_a_weight=bytes_a_weight,
+    )
     found = [
         Split(
             generation=generation,
@@ -151,7 +162,7 @@ def splits(
             pipeline_parallel=layout.pipeline,
         )
         for generation, training in product(pools, repeat=2)
-        for degree in generation_degrees(llm, generation.gpu, context_tokens, assumed)
+        for degree in degrees(generation.gpu)
         for generation_gpus in sizes(generation.num_gpus, degree)
         if generation_gpus <= max_instances * degree
         for left in [training.num_gpus - (generation_gpus if generation is training else 0)]
@@ -163,7 +174,7 @@ def splits(
         if layout is not None
     ]
     if not found:
-        raise DoesNotFitError(what_would_fit(llm, pools, context_tokens, assumed))
+        raise DoesNotFitError(what_would_fit(llm, pools, context_tokens, degrees, assumed))
     return found
 
 
@@ -197,12 +208,21 @@ def trainers(
                 yield training_gpus, per_rank
 
 
-def what_would_fit(llm: Llm, pools: Sequence[Pool], context_tokens: int, assumed: Assumptions = ASSUMED) -> str:
-    """Why nothing fits into ``pools``: the memory that is missing, or the fewest GPUs of each type that would do."""
+def what_would_fit(
+    llm: Llm,
+    pools: Sequence[Pool],
+    context_tokens: int,
+    instance_degrees: Callable[[Gpu], list[int]],
+    assumed: Assumptions = ASSUMED,
+) -> str:
+    """Why nothing fits into ``pools``: the memory that is missing, or the fewest GPUs of each type that would do.
+
+    instance_degrees: tensor-parallel degrees of an instance that fits.
+    """
     given = ", ".join(map(str, pools))
     needs: dict[str, str] = {}
     for pool in pools:
-        degrees = generation_degrees(llm, pool.gpu, context_tokens, assumed)
+        degrees = instance_degrees(pool.gpu)
         training = least_training_gpus(llm, pool.gpu, context_tokens, assumed)
         instance = f"{degrees[0]} for an instance" if degrees else "no node is large enough for an instance"
         trainer = f"{training} for the trainer" if training else missing(llm, pool.gpu, context_tokens, assumed)

@@ -44,6 +44,7 @@ from orchestrator.sim.lengths import Group, representative
 from orchestrator.sim.scenarios import MINI_BATCHES, PIPELINES, Bound, Layout, Workload, bound, planned_cost, scenario
 from orchestrator.sim.simulate import simulate
 from transport.contracts.llms import BYTES, Llm
+from transport.contracts.settings import SERVER_ENGINES
 
 SLOTS = 256
 """Samples that an instance decodes at once, at most. With 1,024 a long sample shares its steps with more: between 2%
@@ -95,7 +96,7 @@ class Job:
     groups: lengths as read from a file.
 
     link_bytes_per_s: between two sites.  recall: of the ranker, None: it knows every prompt's mean length.
-    drafts, kv_bytes: as in ``Layout``, of whatever generates.
+    drafts, kv_bytes, bytes_a_weight: as in ``Layout``, of whatever generates.
     """
 
     llm: Llm
@@ -109,6 +110,7 @@ class Job:
     link_bytes_per_s: float = 10e9
     drafts: float = 0.0
     kv_bytes: int = BYTES
+    bytes_a_weight: int = BYTES
     seed: int = 0
     assumed: Assumptions = PLANNED
 
@@ -167,6 +169,7 @@ class Job:
             micro_batch_tokens=int(micro_batch_tokens),
             drafts=self.drafts,
             kv_bytes=self.kv_bytes,
+            bytes_a_weight=self.bytes_a_weight,
             link_bytes_per_s=self.link_bytes_per_s if split.generation.site != split.training.site else 0.0,
         )
 
@@ -287,6 +290,8 @@ def advise(
         max_ranks=job.batch,
         minimise=minimise,
         assumed=job.assumed,
+        kv_bytes=job.kv_bytes,
+        bytes_a_weight=job.bytes_a_weight,
     )
     bounds = Bounds(job, job.workload(1))
     several = processes > 1  # each simulation in a process of its own
@@ -354,6 +359,10 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
     generation: dict[str, object] = {"engine": engine, "workers": split.instances, "slots": layout.slots}
     if split.tensor_parallel > 1:
         generation["gpus_per_worker"] = split.tensor_parallel
+    if engine in SERVER_ENGINES:
+        generation |= {"kv_dtype": "fp8"} if job.kv_bytes != BYTES else {}
+        generation |= {"weights_dtype": "fp8"} if job.bytes_a_weight != BYTES else {}
+        generation |= {"drafts": round(job.assumed.draft_tokens)} if job.drafts else {}
     saturating = layout.train_cost(job.llm, job.algorithm, job.assumed).saturating_tokens()
     trainer: dict[str, object] = {
         "ranks": split.training_gpus,

@@ -47,6 +47,28 @@ class Errors(msgspec.Struct, frozen=True, kw_only=True):
     worst: float = 0.0
 
 
+class Fp8(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine holds in fp8."""
+
+    kv: bool = False
+    weights: bool = False
+
+    @property
+    def options(self) -> str:
+        """As `profile`, `plan` and `simulate` are told."""
+        return " ".join(name for name, is_on in (("--fp8-kv", self.kv), ("--fp8-weights", self.weights)) if is_on)
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """The same engine with something in fp8: what differs then, as in ``Profile``."""
+
+    fp8: Fp8
+    decode_cost: DecodeCostSettings
+    slots: int
+    context_tokens: int
+    held_out: Errors
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What was fitted. JSON in a file that ``simulate`` and ``plan`` read; ``decode_cost`` is a section for runs.
 
@@ -55,6 +77,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     slots, context_tokens, micro_batch_tokens: the largest batch, sample and micro-batch that were measured.
     decode_beside, train_beside: seconds of either while both work, over alone; 1 where not measured.
     held_out, train_held_out: relative errors on decode runs and micro-batches that the fit had not seen.
+    fp8: what the engine held in it.  variants: the engine once more, with other things in fp8.
     """
 
     model: str
@@ -72,6 +95,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     train_beside: float
     held_out: Errors
     train_held_out: Errors
+    fp8: Fp8 = msgspec.field(default_factory=Fp8)
+    variants: tuple[Variant, ...] = ()
 
     @property
     def measured(self) -> Measured:
@@ -98,6 +123,27 @@ def read_profile(path: Path) -> Profile:
     except InputFileError as error:
         make = command("streamrl-orchestrator", "profile")
         raise ConfigError(f"{error}; make a profile: {make}") from error
+
+
+def variant_of(profile: Profile, fp8: Fp8) -> Profile:
+    """The profile of the engine with this in fp8. Raises ConfigError: it was not measured so."""
+    if profile.fp8 == fp8:
+        return profile
+    for variant in profile.variants:
+        if variant.fp8 == fp8:
+            return msgspec.structs.replace(
+                profile,
+                fp8=fp8,
+                decode_cost=variant.decode_cost,
+                slots=variant.slots,
+                context_tokens=variant.context_tokens,
+                held_out=variant.held_out,
+                variants=(),
+            )
+    again = command("streamrl-orchestrator", "profile", *fp8.options.split())
+    raise ConfigError(
+        f"the profile has no engine with that in fp8: measure it, too ({again} ...)", where=fp8.options.split()[0]
+    )
 
 
 def hardware(profile: Profile | None) -> Mapping[str, Gpu]:
@@ -142,6 +188,17 @@ def extrapolated(
 
 
 # -- fitting
+
+
+def with_variant(profile: Profile, fp8: Fp8, measurements: Measurements) -> Profile:
+    """The profile, and its engine once more as it was measured with this in fp8. Raises ConfigError as ``fit``."""
+    found = fit(measurements)
+    cost = msgspec.structs.replace(found.decode_cost, train_token_s=profile.decode_cost.train_token_s)
+    variant = Variant(
+        fp8=fp8, decode_cost=cost, slots=found.slots, context_tokens=found.context_tokens, held_out=found.held_out
+    )
+    others = tuple(one for one in profile.variants if one.fp8 != fp8)
+    return msgspec.structs.replace(profile, variants=(*others, variant))
 
 
 def fit(measurements: Measurements) -> Profile:

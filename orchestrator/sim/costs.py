@@ -275,17 +275,36 @@ def tensor_degrees(llm: Llm, gpu: Gpu) -> list[int]:
     return [degree for degree in TENSOR_DEGREES if llm.heads % degree == 0 and (degree == 1 or gpu.measured is None)]
 
 
-def generation_degrees(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions = ASSUMED) -> list[int]:
+def generation_degrees(
+    llm: Llm,
+    gpu: Gpu,
+    context_tokens: int,
+    assumed: Assumptions = ASSUMED,
+    *,
+    kv_bytes: int = BYTES,
+    bytes_a_weight: int = BYTES,
+) -> list[int]:
     """Those that hold the weights and ``context_tokens`` of context, which the longest sample needs; none where a whole
-    node does not."""
-    needed = context_tokens * llm.kv_bytes
-    return [degree for degree in tensor_degrees(llm, gpu) if _kv_room(llm, gpu, degree, assumed) > needed]
+    node does not. kv_bytes, bytes_a_weight: as for ``decode_cost``."""
+    needed = context_tokens * llm.kv_bytes * kv_bytes / BYTES
+    return [
+        degree for degree in tensor_degrees(llm, gpu) if _kv_room(llm, gpu, degree, assumed, bytes_a_weight) > needed
+    ]
 
 
 def decode_cost(
-    llm: Llm, gpu: Gpu, tensor_parallel: int, assumed: Assumptions = ASSUMED, *, kv_bytes: int = BYTES
+    llm: Llm,
+    gpu: Gpu,
+    tensor_parallel: int,
+    assumed: Assumptions = ASSUMED,
+    *,
+    kv_bytes: int = BYTES,
+    bytes_a_weight: int = BYTES,
 ) -> DecodeCost:
-    """One generation instance on ``tensor_parallel`` GPUs. kv_bytes: of a key or a value: 2, or 1 in fp8.
+    """One generation instance on ``tensor_parallel`` GPUs.
+
+    kv_bytes: of a key or a value: 2, or 1 in fp8.  bytes_a_weight: of those that generate, likewise: half as much is
+    read and held. Arithmetic is taken to be as quick as in bf16, also on GPUs that multiply fp8 faster.
 
     KV heads are split as far as they go and repeated beyond. Raises DoesNotFitError when weights and one token of
     context do not fit, ValueError when the heads do not split.
@@ -294,10 +313,10 @@ def decode_cost(
         return gpu.measured.decode
     if tensor_parallel not in tensor_degrees(llm, gpu):
         raise ValueError(f"{llm.heads} heads of {llm.name} do not split {tensor_parallel} ways in a node of {gpu.name}")
-    room = _kv_room(llm, gpu, tensor_parallel, assumed)
+    room = _kv_room(llm, gpu, tensor_parallel, assumed, bytes_a_weight)
     token_bytes = llm.kv_bytes * kv_bytes / BYTES
     if room <= token_bytes:
-        needed = llm.weight_bytes / tensor_parallel / 1e9
+        needed = llm.params * bytes_a_weight / tensor_parallel / 1e9
         have = gpu.memory_bytes * assumed.usable_memory / 1e9
         raise DoesNotFitError(
             f"{llm.name} needs {needed:.0f} GB of weights and its KV cache on each of {tensor_parallel} {gpu.name}, "
@@ -308,7 +327,7 @@ def decode_cost(
     moved_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * BYTES * llm.hidden  # of a token, in one direction
     allreduce_s = collectives * moved_bytes / (gpu.link_bytes_per_s / 2 * assumed.link_efficiency)
     gemm_s = 2 * llm.active_params / (tensor_parallel * gpu.flops * assumed.gemm_efficiency)
-    read_bytes = BYTES * llm.active_params / tensor_parallel
+    read_bytes = bytes_a_weight * llm.active_params / tensor_parallel
     return DecodeCost(
         fixed_s=assumed.step_s + llm.layers * assumed.layer_s + collectives * assumed.allreduce_s,
         weights_s=read_bytes / (gpu.memory_bytes_per_s * assumed.memory_efficiency),
@@ -320,10 +339,10 @@ def decode_cost(
     )
 
 
-def _kv_room(llm: Llm, gpu: Gpu, degree: int, assumed: Assumptions) -> float:
+def _kv_room(llm: Llm, gpu: Gpu, degree: int, assumed: Assumptions, bytes_a_weight: int) -> float:
     """Bytes that an instance has for its KV cache."""
     usable = gpu.memory_bytes * assumed.usable_memory - assumed.activation_bytes
-    return degree * usable - llm.weight_bytes
+    return degree * usable - float(bytes_a_weight * llm.params)
 
 
 def train_cost(

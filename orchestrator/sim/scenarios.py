@@ -64,7 +64,7 @@ class Layout:
     slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round, at most.
     round_tokens: of one rank, that a round waits for while more of its batch is to come; None: what saturates a rank.
     drafts: acceptance of a drafted token on every instance; 0: nothing is drafted.
-    kv_bytes: of a key or a value: 2, or 1 in fp8.
+    kv_bytes, bytes_a_weight: of a key or a value, and of a weight that generates: 2, or 1 in fp8.
     link_bytes_per_s: between the sites of training and generation; 0: there is but one.
     """
 
@@ -80,6 +80,7 @@ class Layout:
     round_tokens: int | None = None
     drafts: float = 0.0
     kv_bytes: int = BYTES
+    bytes_a_weight: int = BYTES
     link_bytes_per_s: float = 0.0
 
     @property
@@ -88,7 +89,14 @@ class Layout:
 
     def decode_cost(self, llm: Llm, assumed: Assumptions = ASSUMED) -> DecodeCost:
         """Of an instance without drafts."""
-        return decode_cost(llm, self.generation_gpu, self.tensor_parallel, assumed, kv_bytes=self.kv_bytes)
+        return decode_cost(
+            llm,
+            self.generation_gpu,
+            self.tensor_parallel,
+            assumed,
+            kv_bytes=self.kv_bytes,
+            bytes_a_weight=self.bytes_a_weight,
+        )
 
     def train_cost(self, llm: Llm, algorithm: Algorithm, assumed: Assumptions = ASSUMED) -> TrainCost:
         """Of a rank of the trainer."""

@@ -31,6 +31,7 @@ class FakeEngine:
         self.aborted: list[tuple[GroupId, int]] = []
         self.loaded: list[tuple[WeightIdentity, dict[str, torch.Tensor]]] = []
         self.load_error: Exception | None = None
+        self.full_precision: list[str] = []
         self.closed = False
         self.got: list[Progress] = []
         self.submitted = asyncio.Condition()
@@ -104,6 +105,9 @@ class FakeEngine:
     async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
         """What the test put into ``got``, beyond what is known."""
         return [one for one in self.got if one.end > known.get(one.key, 0)]
+
+    async def use_full_precision(self, reason: str) -> None:
+        self.full_precision.append(reason)
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.load_error is not None:

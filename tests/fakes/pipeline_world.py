@@ -70,7 +70,9 @@ def begun_of(
 
 
 class PipelineWorld(ObeyedPipeline):
-    """Who tells the state what: prompt source, workers, scorers and trainer. prompts: how many the source has."""
+    """Who tells the state what: prompt source, workers, scorers and trainer. prompts: how many the source has.
+    metrics: that the trainer tells of each batch from now on.
+    """
 
     def __init__(self, settings: CoreSettings, prompts: int = 1000) -> None:
         super().__init__(settings)
@@ -80,6 +82,7 @@ class PipelineWorld(ObeyedPipeline):
         self.num_joined = 0
         self.killed: list[tuple[str, int]] = []
         self.dp_size = 1
+        self.metrics: dict[str, float] = {}
 
     @classmethod
     def ready(
@@ -358,7 +361,7 @@ class PipelineWorld(ObeyedPipeline):
         self.trainer.version += 1
         weights = WeightIdentity(epoch=self.trainer.epoch, version=self.trainer.version)
         if not silent:
-            self.tell(StepDone(batch=command.batch, weights=weights, num_rows=1, num_tokens=1))
+            self.tell(StepDone(batch=command.batch, weights=weights, num_rows=1, num_tokens=1, metrics=self.metrics))
         if command.checkpoint:
             self._save(weights, at)
 

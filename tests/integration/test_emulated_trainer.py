@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.fakes.trainer_run import TrainerRun, tiny_settings
@@ -21,10 +22,10 @@ from transport.contracts.messages import (
     manifest_decoder,
 )
 from transport.contracts.settings import EmulatedSettings
-from transport.contracts.types import WorkerId
+from transport.contracts.types import GroupId, RowId, WorkerId
 from transport.process.clock import MonotonicClock
 from workers.generation.emulated import EmulatedLink
-from workers.trainer.learner import EmulatedLearner
+from workers.trainer.learner import EmulatedLearner, PromptGroup, TrainingSample
 from workers.trainer.worker import TrainerWorker
 from workers.weights.publish import WeightPublisher
 
@@ -108,6 +109,29 @@ async def test_a_trainer_stays_until_its_last_word_is_heard_and_says_it_again_to
     await training
 
 
+async def test_it_compares_logprobs_where_it_is_told_to(run: TrainerRun):
+    learner = EmulatedLearner(COSTS, None, lambda seconds: None, compares=True)
+
+    def trained(*logprobs: float, mask: list[int] | None = None) -> dict[str, float]:
+        row = TrainingSample(
+            row_id=RowId("0/0/0"),
+            response_ids=np.zeros(len(logprobs), np.int32),
+            rollout_logprobs=np.array(logprobs, np.float32),
+            advantage=1.0,
+            loss_mask=None if mask is None else np.array(mask, np.uint8),
+        )
+        group = PromptGroup(group_id=GroupId("0/0"), prompt_ids=np.ones(2, np.int32), samples=[row])
+        learner.accumulate([group])
+        return learner.close(batch=0, num_rows=1, num_tokens=len(logprobs))
+
+    assert trained(-1.0, -1.2)["logprob_mismatch"] == pytest.approx(0.1)
+    assert trained(-1.0, -1.0)["logprob_mismatch"] == 0.0, "each batch by itself"
+    assert trained(-1.3, 0.0, mask=[1, 0])["logprob_mismatch"] == pytest.approx(0.3), (
+        "what was not sampled says nothing"
+    )
+    assert "logprob_mismatch" not in learner.close(batch=0, num_rows=0, num_tokens=0)
+
+
 async def test_a_version_is_there_only_after_its_journey(run: TrainerRun):
     publisher = WeightPublisher("emulated-link", run.run_dir)
     run.run_dir.mkdir()
@@ -120,6 +144,8 @@ async def test_a_version_is_there_only_after_its_journey(run: TrainerRun):
         with link.pull(manifest) as tensors:
             assert tensors == {}
         assert clock.now_s() - started_s >= 0.5
+        with EmulatedLink(0.0, computes=True).pull(manifest) as tensors:
+            assert tensors["version"].tolist() == [1], "a real engine behind it computes with what came"
     finally:
         learner.retract()
 

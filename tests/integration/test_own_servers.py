@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -12,10 +13,11 @@ from urllib.request import urlopen
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from tests.fakes.command_line import REPOSITORY
 from tests.fakes.sglang_servers import fake_server, own_command
-from transport.contracts.types import GroupId, SamplingParams
+from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError
 from workers.generation.engine import Completion, GenerationRequest, serving
@@ -88,6 +90,31 @@ async def test_an_sglang_server_answers_its_worker_and_nobody_else(model_dir: Pa
         assert text_of(config_path) == f'tp-size: 1\napi-key: "{server.key}"\n', "what the user configures stays"
         assert permissions(model_dir / "s.log") == 0o600
     assert not exists(config_path.parent)
+
+
+async def test_fp8_is_given_up_by_starting_the_server_again_and_no_sample_is_lost(model_dir: Path) -> None:
+    weights = WeightIdentity(epoch=1, version=4)
+    engine = ServerEngine(SGLANG, replace(settings(model_dir), fp8_kv=True, fp8_weights=True), MonotonicClock())
+    async with serving(engine):
+        server = engine.server.process
+        assert server is not None
+        await engine.load_weights(weights, {"a": torch.ones(2)})
+        before, told = server.pid, told_to_everyone(server)
+        assert "--kv-cache-dtype fp8_e4m3" in told
+        assert "--quantization fp8" in told
+        await engine.use_full_precision("too far off")
+        sampling, prompt = SamplingParams(max_new_tokens=5), np.arange(3, dtype=np.int32)
+        engine.submit(GenerationRequest(group_id=GroupId("0/0"), prompt_ids=prompt, samples=(0,), sampling=sampling))
+        async with asyncio.timeout(STARTUP_S):
+            (sample,) = await engine.results()
+        assert isinstance(sample, Completion)
+        assert sample.spans[0].weights == weights, "the new server was given what the old one held"
+        again = server.pid
+        assert again not in (None, before)
+        assert "fp8" not in told_to_everyone(server)
+        await engine.use_full_precision("said with every load")
+        await engine.load_weights(WeightIdentity(epoch=1, version=5), {"a": torch.ones(2)})
+        assert server.pid == again, "nothing is left to be given up"
 
 
 async def test_a_vllm_server_is_reached_through_a_directory_of_its_user_alone(model_dir: Path) -> None:

@@ -6,13 +6,17 @@ import json
 import math
 import random
 import re
+import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.commands import app
 from orchestrator.errors import ConfigError, DataError, ExitCode, exit_code
+from orchestrator.planning.profiles import fit
+from tests.unit.test_fitting import measurements
 
 GPUS = ("--gpus", "8xH800")
 SMALL = ("--batch", 8, "--group-size", 2, "--processes", 1)
@@ -180,3 +184,22 @@ def test_the_settings_of_a_plan_are_those_of_a_run(lengths: Path, tmp_path: Path
     ranks = re.search(r"train on +(\d+)xH800: \d+ data x", printed)[1]
     assert f"ranks = {ranks}  # {tmp_path / 'plan.toml'}:" in shown
     assert 'path = "HuggingFaceTB/SmolLM2-1.7B"' in shown
+
+
+def test_fp8_is_planned_with_and_turned_on_in_the_settings(lengths: Path, tmp_path: Path):
+    """Weights of a 72B in fp8 fit into fewer GPUs, so there are more instances to choose from."""
+    call("--gpus", "48xH800", "--model", "Qwen2.5-72B", "--lengths", lengths, "--fp8-kv", "--fp8-weights", *SMALL,
+         "--out", tmp_path / "p.toml")  # fmt: skip
+    generation = tomllib.loads((tmp_path / "p.toml").read_text())["generation"]
+    assert (generation["kv_dtype"], generation["weights_dtype"]) == ("fp8", "fp8")
+    assert "drafts" not in generation
+
+
+def test_a_profile_without_fp8_says_how_to_measure_it(lengths: Path, tmp_path: Path):
+    path = tmp_path / "p.json"
+    path.write_bytes(msgspec.json.encode(fit(measurements())))
+    for option in ("--fp8-kv", "--fp8-weights"):
+        with pytest.raises(ConfigError, match=f"measure it, too .*profile {option}"):
+            call("--gpus", "4xmeasured", "--profile", path, "--lengths", lengths, option)
+    with pytest.raises(ConfigError, match="a profile says nothing of drafts"):
+        call("--gpus", "4xmeasured", "--profile", path, "--lengths", lengths, "--drafts", 0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.planning.profiles import read_profile
+from orchestrator.planning.profiles import Fp8, read_profile
 from tests.fakes.command_line import orchestrator
 
 
@@ -34,6 +34,30 @@ def test_the_emulated_engine_is_measured_as_it_was_told(tmp_path: Path):
     assert "[decode_cost]" in (tmp_path / "here.toml").read_text()
     assert "held-out error on batches that a fit did not see" in done.stdout
     assert re.search(r"10 of \d+ measured in", done.stderr), "what it does is shown meanwhile"
+
+
+def test_an_engine_is_measured_once_more_with_fp8_and_plans_choose_it(tmp_path: Path):
+    told = (
+        "generation.engine=emulated",
+        "generation.slots=4",
+        "generation.max_context=300",
+        "emulated.time_scale=0.01",
+    )
+    changes = [part for setting in told for part in ("--set", setting)]
+    out = tmp_path / "here"
+    done = orchestrator("profile", "--preset", "tiny", "--out", str(out), "--fp8-kv", *changes, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the engine once more, with --fp8-kv" in done.stdout
+    profile = read_profile(out.with_suffix(".json"))
+    (variant,) = profile.variants
+    assert (variant.fp8, variant.slots) == (Fp8(kv=True), 4)
+    assert variant.decode_cost.fixed_s > 0
+
+
+def test_what_cannot_hold_fp8_is_refused_before_anything_is_measured(tmp_path: Path):
+    done = orchestrator("profile", "--preset", "tiny", "--out", str(tmp_path / "here"), "--fp8-kv", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "fp8 needs generation.engine" in done.stderr
 
 
 def test_an_engine_of_too_few_slots_is_refused(tmp_path: Path):

@@ -163,6 +163,37 @@ async def test_a_stop_string_calls_the_sample_off_and_nothing_after_it_is_kept(m
     assert asked["stream_interval"] == sender.STOP_TOKENS
 
 
+async def test_who_leaves_fp8_sends_what_ran_again_under_the_weights_that_were_held(model_dir: Path) -> None:
+    """Here the server is one elsewhere, which is only waited for; ``test_own_servers.py`` starts one again."""
+    asked, over, calls = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async with fake_server() as server:
+
+        async def generate(http: web.Request) -> web.StreamResponse:
+            calls.append(server.label)
+            if len(calls) == 1:
+                asked.set()
+                await over.wait()
+            return await server.generate(http)
+
+        server.answers["/generate"] = generate
+        made_of = replace(settings(model_dir, server), fp8_kv=True)
+        engine = ServerEngine(SGLANG, made_of, MonotonicClock())
+        async with serving(engine):
+            await engine.load_weights(WEIGHTS, TENSORS)
+            engine.submit(request(samples=1))
+            async with asyncio.timeout(60):
+                await asked.wait()
+            await engine.use_full_precision("too far off")
+            (made,) = await results(engine, 1)
+            await engine.use_full_precision("said with every load")
+            restarts = engine.server.restarts
+        over.set()
+    assert isinstance(made, Completion)
+    assert [span.weights for span in made.spans] == [WEIGHTS]
+    assert (len(calls), restarts) == (2, 1)
+
+
 # --- what it is -------------------------------------------------------------------------------------------------------
 
 

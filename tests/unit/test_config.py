@@ -493,6 +493,31 @@ def test_out_of_range(argument: str, message: str):
             ],
             "must be 0 with --speculative-algorithm in generation.server_args",
         ),
+        (
+            ["generation.kv_dtype=fp8"],
+            'generation.kv_dtype = "fp8" must be "auto": fp8 needs generation.engine "sglang"',
+        ),
+        (["generation.weights_dtype=fp8"], 'must be "auto": fp8 needs generation.engine "sglang"'),
+        (
+            ["generation.engine=vllm", "generation.engine_url=http://h:1", "generation.kv_dtype=fp8"],
+            "what that server holds in fp8 is said where it is started",
+        ),
+        (
+            [
+                "generation.engine=sglang",
+                "generation.kv_dtype=fp8",
+                'generation.server_args=["--kv-cache-dtype=fp8_e5m2"]',
+            ],
+            "with --kv-cache-dtype in generation.server_args, which no mismatch takes back",
+        ),
+        (
+            ["generation.engine=sglang", "generation.weights_dtype=fp8", "generation.dtype=float32"],
+            'needs generation.dtype "bfloat16"',
+        ),
+        (["generation.fp8_mismatch_limit=0"], "generation.fp8_mismatch_limit"),
+        (["generation.fp8_mismatch_limit=nan"], "generation.fp8_mismatch_limit"),
+        (["generation.fp8_mismatch_batches=0"], "generation.fp8_mismatch_batches"),
+        (["emulated.fp8_mismatch=0.1"], "is read with an emulated engine and fp8 in it alone"),
         (['generation.server_command=["x"]'], 'generation.server_args need generation.engine "sglang"'),
         (
             ["generation.engine=sglang", "generation.engine_url=http://h:1", 'generation.server_command=["x"]'],

@@ -113,6 +113,19 @@ def test_a_model_that_does_not_fit_is_refused_by_name():
         decode_cost(QWEN_7B, H800, 8)
 
 
+def test_fp8_halves_what_is_read_and_what_is_held():
+    plain = decode_cost(QWEN_72B, H800, 4)
+    small = decode_cost(QWEN_72B, H800, 4, kv_bytes=1)
+    light = decode_cost(QWEN_72B, H800, 4, bytes_a_weight=1)
+    assert small.kv_token_s == pytest.approx(plain.kv_token_s / 2)
+    assert small.kv_capacity_tokens == pytest.approx(2 * plain.kv_capacity_tokens, rel=1e-3)
+    assert light.weights_s == pytest.approx(plain.weights_s / 2)
+    freed = (light.kv_capacity_tokens - plain.kv_capacity_tokens) * QWEN_72B.kv_bytes
+    assert freed == pytest.approx(QWEN_72B.weight_bytes / 2, rel=1e-3)
+    assert light.gemm_sample_s == plain.gemm_sample_s, "arithmetic is not counted as faster"
+    assert generation_degrees(QWEN_72B, H800, CONTEXT, bytes_a_weight=1)[0] == 2
+
+
 def test_layouts_that_fit_are_found():
     assert generation_degrees(QWEN_7B, H800, CONTEXT)[0] == 1
     assert generation_degrees(QWEN_32B, H800, CONTEXT)[0] == 2

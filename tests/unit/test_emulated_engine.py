@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from transport.contracts.settings import EmulatedSettings
+from transport.contracts.settings import EMULATED_LOGPROB, EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
 from transport.process.clock import MonotonicClock
 from transport.rows.partial import Beginning
@@ -214,3 +214,20 @@ async def test_what_a_sample_has_got_is_where_it_goes_on_on_another_engine():
     assert isinstance(whole, Completion)
     assert (len(whole.response_ids), whole.resumed, tokens) == (got[0].end + 3, got[0].end, 3)
     assert [(span.end, span.weights) for span in whole.spans] == [(got[0].end, OLD), (got[0].end + 3, NEW)]
+
+
+async def test_in_fp8_its_logprobs_are_off_until_it_is_told_to_leave_that():
+    costs = EmulatedSettings(time_scale=0.01, step_s=0.02, load_s=0.0, fp8_mismatch=0.25)
+    engine = EmulatedEngine(costs, 2, MonotonicClock(), weights=OLD, fp8=True)
+    wrapped = Engine(2)
+    wrapped.engine = engine
+    async with wrapped:
+        wrapped.submit(0, 3)
+        (before,) = await wrapped.results(1)
+        await engine.use_full_precision("too far off")
+        wrapped.submit(1, 3)
+        (after,) = await wrapped.results(1)
+    assert isinstance(before, Completion)
+    assert isinstance(after, Completion)
+    assert before.logprobs.tolist() == [EMULATED_LOGPROB - 0.25] * 3
+    assert after.logprobs.tolist() == [EMULATED_LOGPROB] * 3

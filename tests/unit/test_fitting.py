@@ -14,12 +14,15 @@ from orchestrator.config.load import resolve
 from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import (
+    Fp8,
     fit,
     fit_decode,
     fit_train,
     held_out_errors,
     held_out_train_errors,
     read_profile,
+    variant_of,
+    with_variant,
 )
 from orchestrator.sim.costs import ROUND_SHARE, TrainCost
 from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
@@ -180,6 +183,24 @@ def test_a_profile_is_read_by_runs_and_by_the_cost_model(tmp_path: Path):
     said = report(profile)
     assert f"held-out error on batches that a fit did not see: median {profile.held_out.median:.1%}" in said
     assert "held-out error on micro-batches" in said
+
+
+def test_a_profile_carries_its_engine_in_fp8_beside_what_it_is(tmp_path: Path):
+    cheaper = DecodeCost(fixed_s=0.004, weights_s=0.01, gemm_sample_s=0.00125, sample_s=0.0002, kv_token_s=5e-7)
+    both = Fp8(kv=True, weights=True)
+    made = with_variant(fit(measurements()), both, measurements(decode=runs(cheaper), kv_tokens=9000, train=[]))
+    path = tmp_path / "p.json"
+    path.write_bytes(msgspec.json.encode(made))
+    profile = read_profile(path)
+    assert "with --fp8-kv --fp8-weights: 4 ms + max(10 ms" in report(profile)
+    found = variant_of(profile, both)
+    assert found.decode_cost.weights_s == pytest.approx(0.01, rel=0.02)
+    assert found.decode_cost.train_token_s == profile.decode_cost.train_token_s > 0
+    assert (found.train, found.decode_cost.kv_capacity_tokens) == (profile.train, 9000)
+    assert profile.decode_cost.weights_s == pytest.approx(0.02, rel=0.02), "what the profile is stays as it is"
+    assert variant_of(found, both) is found
+    with pytest.raises(ConfigError, match=r"has no engine with that in fp8: measure it, too .*profile --fp8-kv"):
+        variant_of(profile, Fp8(kv=True))
 
 
 def test_what_cannot_be_fitted_or_read_is_refused(tmp_path: Path):

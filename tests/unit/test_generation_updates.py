@@ -257,3 +257,12 @@ async def test_an_unreachable_source_leaves_the_worker_at_work():
         (request,) = await world.engine.wait_submitted(1)
         world.engine.finish(request, 0)
         assert isinstance((await world.events(1))[0], RolloutFinished)
+
+
+async def test_a_load_that_says_so_ends_fp8_first_and_loads_all_the_same():
+    async with running() as world:
+        await world.manifest(V1)
+        await world.command(LoadWeights(worker_id=ME, weights=V1, full_precision="too far off"))
+        (loaded,) = await world.events(1)
+        assert isinstance(loaded, WeightsLoaded)
+        assert (world.engine.full_precision, world.engine.weights) == (["too far off"], V1)

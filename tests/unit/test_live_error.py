@@ -11,6 +11,7 @@ import pytest
 from benchmarks.live_error import (
     CALIBRATION,
     SETTINGS,
+    WARM_UP,
     Overheads,
     Setting,
     iterations_s,
@@ -33,9 +34,18 @@ def test_there_are_enough_settings_and_none_of_them_calibrates():
     assert len(real) >= 6
     assert len({one.model for one in real}) == 2
     assert {one.workers for one in real} == {1, 2}
-    assert any(one.transfer_s for one in SETTINGS)
+    assert any(one.transfer_s for one in real)
     assert len(set(SETTINGS)) == len(SETTINGS)
     assert not set(CALIBRATION.values()) & set(SETTINGS)
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, *CALIBRATION.values()], ids=lambda setting: setting.name)
+def test_every_setting_is_one_that_a_run_takes(setting: Setting):
+    settings = resolve("tiny", [], setting.overrides(Path(".")), {}).settings
+    assert (settings.generation.engine, settings.generation.workers) == (setting.engine, setting.workers)
+    assert settings.run.batches == setting.batches
+    once = replace(setting, iterations=1 - WARM_UP)
+    assert resolve("tiny", [], once.overrides(Path(".")), {}).settings.run.batches == 1, "--check"
 
 
 def test_a_version_that_is_long_on_its_way_delays_those_who_would_take_it_at_once():

@@ -54,6 +54,17 @@ def test_servers_of_our_own_are_told_to_draft_and_how_deep():
     assert (told["method"], told["num_speculative_tokens"]) == ("ngram", 6)
 
 
+def test_servers_of_our_own_are_told_what_to_hold_in_fp8():
+    settings = ServerSettings(directory=Path("/m"), log=Path("/l"))
+    options = {"--kv-cache-dtype": "fp8_kv", "--quantization": "fp8_weights"}
+    for kind in (SGLANG, VLLM):
+        assert not {*options} & {*kind.arguments(settings)}
+        for option, name in options.items():
+            told = kind.arguments(replace(settings, **{name: True}))
+            assert {*options} & {*told} == {option}
+            assert told[told.index(option) + 1].startswith("fp8")
+
+
 def queue(*requests: GenerationRequest) -> SampleQueue:
     made = SampleQueue("w")
     for one in requests:

@@ -465,10 +465,14 @@ class AbortRollouts(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoadWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Load ``weights`` (their manifest is on the weights log) and serve them."""
+    """Load ``weights`` (their manifest is on the weights log) and serve them.
+
+    full_precision: why nothing may be held in fp8 from now on; empty: as the run is set.
+    """
 
     worker_id: WorkerId
     weights: WeightIdentity
+    full_precision: str = ""
 
 
 class DrainWorker(Struct, frozen=True, kw_only=True, tag=True):

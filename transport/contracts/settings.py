@@ -229,6 +229,19 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
         0  # tokens drafted for a sample and step, at most, where they pay; 0: none; docs/drafts.md
     )
     draft_memory: AtLeast1 = 200_000  # embedded: tokens of prompts and samples that drafts are found in; 0.1 GB
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # sglang, vllm: of keys and values; fp8: in half the memory; docs/fp8.md
+    weights_dtype: Literal["auto", "fp8"] = "auto"  # sglang, vllm: that compute; fp8: each version is rounded there
+    fp8_mismatch_limit: Positive = (
+        0.05  # with fp8: mean |trainer - rollout logprob| of a batch beyond which it is not trusted
+    )
+    fp8_mismatch_batches: AtLeast1 = (
+        3  # batches in a row beyond fp8_mismatch_limit, until all engines compute in full precision
+    )
+
+    @property
+    def fp8(self) -> bool:
+        """Whether engines hold anything in fp8."""
+        return "fp8" in (self.kv_dtype, self.weights_dtype)
 
     @property
     def num_workers(self) -> int:
@@ -507,18 +520,23 @@ class TensorSettings(Section, frozen=True, kw_only=True):
     ucx: UcxChoice = "auto"  # UCX between hosts where both ends have it (extra ucx); auto: with an RDMA card
 
 
+EMULATED_LOGPROB = -1.0
+"""Of every token, as an emulated trainer finds it, and as an emulated engine says it unless something is in fp8."""
+
+
 class EmulatedSettings(Section, frozen=True, kw_only=True):
     """How fast the hardware is that the emulated engine and the emulated trainer stand for, in its own seconds."""
 
     time_scale: Positive = 1.0  # seconds of ours that one of its seconds takes
     step_s: Positive = 0.02  # a decode step, whatever its size
     draft_acceptance: Share = 0.55  # with generation.drafts: chance that a drafted token is the one that is drawn
+    fp8_mismatch: NotNegative = 0.0  # with fp8 in generation: by how much the logprob of each token is off
     sample_step_s: NotNegative = 0.0005  # and for each sample in it
     prefill_token_s: NotNegative = 0.0  # a token of a prompt, once for its group
     round_s: NotNegative = 0.05  # forward and backward of a round, whatever its size
     train_token_s: NotNegative = 0.0002  # and for each response token in it
     optimizer_s: NotNegative = 0.5  # an optimizer step
-    transfer_s: NotNegative = 0.0  # from a version's manifest until it is at a generation worker; generation goes on
+    transfer_s: NotNegative = 0.0  # any engine: from a version's manifest until it is at a worker; generation goes on
     load_s: NotNegative = 0.1  # taking a version that has arrived; generation stands still
 
 

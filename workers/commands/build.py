@@ -162,11 +162,12 @@ async def generation_worker(
     limit, ucx = limit_of(settings.tensors), wants_ucx(settings.tensors.ucx)
     relay = Relay(secret=secret, limit=limit, ucx=ucx) if settings.tensors.relay else None
     puller, stop = WeightPuller(secret=secret, limit=limit, relay=relay, ucx=ucx), ()
-    if generation.engine == "emulated":
+    computes, transfer_s = generation.engine != "emulated", settings.emulated.transfer_s * settings.emulated.time_scale
+    if transfer_s or not computes:
         from workers.generation.emulated import EmulatedLink
 
-        puller = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, puller)
-    else:
+        puller = EmulatedLink(transfer_s, puller, computes=computes)
+    if computes:
         from workers.models import stop_token_ids
 
         stop = stop_token_ids(model_dir)
@@ -257,7 +258,7 @@ def engine_of(
     if generation.engine == "emulated":
         from workers.generation.emulated import EmulatedEngine
 
-        return EmulatedEngine(settings.emulated, generation.slots, clock, drafts=generation.drafts)
+        return EmulatedEngine(settings.emulated, generation.slots, clock, drafts=generation.drafts, fp8=generation.fp8)
     if generation.engine == "embedded":
         from workers.generation.embedded.engine import EmbeddedEngine
 
@@ -280,6 +281,8 @@ def engine_of(
         max_context=generation.max_context,
         keeps_partial=generation.partial_s > 0,
         drafts=generation.drafts,
+        fp8_kv=generation.kv_dtype == "fp8",
+        fp8_weights=generation.weights_dtype == "fp8",
         trust_remote_code=trust_remote_code,
         startup_s=settings.liveness.startup_s,
         silence_s=generation.server_silence_s,
@@ -400,7 +403,8 @@ async def trainer_worker(
         settings.run.name, run_dir, endpoint=endpoint, delta_share=delta_share_of(settings.tensors)
     )
     if settings.trainer.engine == "emulated":
-        learner = EmulatedLearner(settings.emulated, publisher, time.sleep)
+        compares = settings.generation.engine == "emulated" and settings.generation.fp8
+        learner = EmulatedLearner(settings.emulated, publisher, time.sleep, compares=compares)
     else:
         from workers.trainer.policy.policy_learner import PolicyLearner, objective_of
         from workers.user_functions.loss import own_loss, try_loss

@@ -215,6 +215,9 @@ class SessionEngine:
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         await self._inner.load_weights(weights, tensors)
 
+    async def use_full_precision(self, reason: str) -> None:
+        await self._inner.use_full_precision(reason)
+
     def load(self) -> EngineLoad:
         """A session whose agent thinks has no slot, so one more fits; as many again as there are slots."""
         load = self._inner.load()

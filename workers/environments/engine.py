@@ -163,6 +163,9 @@ class EpisodeEngine:
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         await self._inner.load_weights(weights, tensors)
 
+    async def use_full_precision(self, reason: str) -> None:
+        await self._inner.use_full_precision(reason)
+
     def load(self) -> EngineLoad:
         """A sample that waits for its environment has no slot, so one more fits; as many again as there are slots."""
         load, waits = self._inner.load(), sum(episode.waits for episode in self._episodes.values())

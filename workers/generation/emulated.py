@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Drafts, Sample
 from transport.contracts.messages import WeightManifest
-from transport.contracts.settings import EmulatedSettings
+from transport.contracts.settings import EMULATED_LOGPROB, EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
 from transport.rows.partial import NOTHING, clipped, joined
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 MAX_CONTEXT = 1 << 20
 VOCABULARY = 16
 """Tokens 0..15 exist in every vocabulary, and differ enough that rewards of a group do."""
-LOGPROB = -1.0
-"""Of every token: no trainer reads it."""
 STREAM_STEPS = 8
 """Decode steps between two looks at a sample whose tokens are wanted as they come."""
 
@@ -66,8 +64,10 @@ class EmulatedEngine:
         *,
         weights: WeightIdentity = BASE_WEIGHTS,
         drafts: int = 0,
+        fp8: bool = False,
     ) -> None:
-        """drafts: tokens drafted for a sample and step, at most, as deep as it pays."""
+        """drafts: tokens drafted for a sample and step, at most, as deep as it pays.  fp8: logprobs are off by
+        ``costs.fp8_mismatch``; how quick its hardware is with fp8, ``costs`` say."""
         scale = costs.time_scale
         self._cost = DecodeCost(
             fixed_s=costs.step_s * scale,
@@ -75,6 +75,7 @@ class EmulatedEngine:
             prefill_token_s=costs.prefill_token_s * scale,
         )
         self._load_s = costs.load_s * scale
+        self._logprob = EMULATED_LOGPROB - (costs.fp8_mismatch if fp8 else 0.0)
         self._clock = clock
         self._batching = ContinuousBatching[GenerationRequest](self._cost, slots)
         if drafts:
@@ -128,7 +129,7 @@ class EmulatedEngine:
                         key=key,
                         start=start,
                         token_ids=_tokens(sample, end)[start:],
-                        logprobs=np.full(end - start, LOGPROB, dtype=np.float32),
+                        logprobs=np.full(end - start, self._logprob, dtype=np.float32),
                         spans=clipped(spans, start, end),
                     )
                 )
@@ -141,6 +142,10 @@ class EmulatedEngine:
         self._want_boundary()
         await self._results.until(taken)
         await asyncio.sleep(self._load_s)
+
+    async def use_full_precision(self, reason: str) -> None:
+        """Of what ends from now on the logprobs are right."""
+        self._logprob = EMULATED_LOGPROB
 
     def load(self) -> EngineLoad:
         batching = self._batching
@@ -202,7 +207,7 @@ class EmulatedEngine:
 
     def _tell_of(self, sample: Sample[GenerationRequest], tokens: int) -> None:
         if (tell := sample.request.on_tokens) is not None and tokens:
-            tell(0, _tokens(sample, tokens).tolist(), [LOGPROB] * tokens)
+            tell(0, _tokens(sample, tokens).tolist(), [self._logprob] * tokens)
 
     def _stop_aborted(self) -> None:
         if not self._aborted:
@@ -224,7 +229,7 @@ class EmulatedEngine:
             sample=ended.sample,
             attempt=request.attempt,
             response_ids=_tokens(ended, ended.generated),
-            logprobs=np.full(ended.generated, LOGPROB, dtype=np.float32),
+            logprobs=np.full(ended.generated, self._logprob, dtype=np.float32),
             finish_reason=reason,
             spans=version_spans(ended.spans),
             queued_s=max(0.0, admitted_s - ended.submitted_s),
@@ -255,11 +260,14 @@ def version_spans(weights: Iterable[tuple[WeightIdentity, int]]) -> tuple[Versio
 class EmulatedLink:
     """A Puller (workers/weights): a version comes as to any worker, passed on or not, and ``transfer_s`` later (ours).
 
+    computes: the engine behind it is a real one, and gets the tensors.
+
     Not modelled: that a link is shared, or a version longer; ``transfer_s`` is the same for every worker.
     """
 
-    def __init__(self, transfer_s: float, puller: WeightPuller | None = None) -> None:
+    def __init__(self, transfer_s: float, puller: WeightPuller | None = None, *, computes: bool = False) -> None:
         self._transfer_s = transfer_s
+        self._computes = computes
         self._puller = puller or WeightPuller()
         self.way = ""
 
@@ -267,8 +275,13 @@ class EmulatedLink:
     def pull(
         self, manifest: WeightManifest, *, given_up: threading.Event | None = None, hurry: threading.Event | None = None
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Wait for the version, check its bytes, and give nothing: no engine here computes with them."""
+        """Wait for the version and check its bytes; an emulated engine gets nothing, as it computes nothing."""
         (given_up or threading.Event()).wait(self._transfer_s)
-        with self._puller.opened(manifest, given_up=given_up, hurry=hurry):
-            self.way = self._puller.way
-            yield {}
+        if self._computes:
+            with self._puller.pull(manifest, given_up=given_up, hurry=hurry) as tensors:
+                self.way = self._puller.way
+                yield tensors
+        else:
+            with self._puller.opened(manifest, given_up=given_up, hurry=hurry):
+                self.way = self._puller.way
+                yield {}

@@ -561,7 +561,7 @@ class GenerationWorker:
         cursor = ZERO_ID
         while True:
             entries = await self._broker.read(keys.control(self._worker_id), cursor, count=64, wait_s=WAIT_S)
-            newest: WeightIdentity | None = None
+            newest: LoadWeights | None = None
             for entry in entries:
                 cursor = entry.entry_id
                 try:
@@ -572,15 +572,17 @@ class GenerationWorker:
                 match command:
                     case AbortRollouts():
                         await self._abort(command)
-                    case LoadWeights(weights=weights):
-                        newest = weights
+                    case LoadWeights():
+                        newest = command
                     case DrainWorker(reason=reason):  # what was held is published: ``run`` ends, and with it the lease
                         lost = WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True)
                         await self._report_event(lost)
                         self._drained.set()
             if newest is not None:
-                event = await self._updates.load(newest)
-                await self._report_event(event, weights=str(newest))
+                if newest.full_precision:
+                    await self._engine.use_full_precision(newest.full_precision)
+                event = await self._updates.load(newest.weights)
+                await self._report_event(event, weights=str(newest.weights))
 
     async def _abort(self, command: AbortRollouts) -> None:
         stopped = self._plans.abort(command)

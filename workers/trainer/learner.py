@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from transport.broker.base import Broker
 from transport.contracts.messages import TensorSpec, WeightManifest
-from transport.contracts.settings import EmulatedSettings
+from transport.contracts.settings import EMULATED_LOGPROB, EmulatedSettings
 from transport.contracts.types import GroupId, RowId
 from transport.process.storage import Place
 from transport.tensors.manifest import checksum, plan_layout
@@ -202,13 +202,21 @@ class EmulatedLearner(LoneLearner):
     """
 
     def __init__(
-        self, costs: EmulatedSettings, publisher: WeightPublisher | None, sleep: Callable[[float], None]
+        self,
+        costs: EmulatedSettings,
+        publisher: WeightPublisher | None,
+        sleep: Callable[[float], None],
+        *,
+        compares: bool = False,
     ) -> None:
-        """publisher: None where nothing is published."""
+        """publisher: None where nothing is published.  compares: rows are of an emulated engine, whose logprobs are
+        compared with what they should be."""
         self._costs = costs
         self._publisher = publisher
         self._sleep = sleep
         self._steps = 0
+        self._compares = compares
+        self._off, self._compared = 0.0, 0
 
     def load(self, checkpoint: Checkpoint | None) -> None:
         pass
@@ -216,6 +224,9 @@ class EmulatedLearner(LoneLearner):
     def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
         rows = [row for group in groups for row in group.samples]
         tokens = sum(row.num_loss_tokens for row in rows)
+        if self._compares:
+            self._off += sum(float(np.abs(_sampled(row) - EMULATED_LOGPROB).sum()) for row in rows)
+            self._compared += tokens
         self._take(self._costs.round_s + tokens * self._costs.train_token_s)
         return PieceDone(num_rows=len(rows), num_tokens=tokens, computed_rows=len(rows))
 
@@ -228,7 +239,9 @@ class EmulatedLearner(LoneLearner):
     def close(self, *, batch: int, num_rows: int, num_tokens: int, num_batches: int = 0) -> dict[str, float]:
         self._take(self._costs.optimizer_s)
         self._steps += 1
-        return {"skipped_nonfinite": 0.0}
+        off, compared = self._off, self._compared
+        self._off, self._compared = 0.0, 0
+        return {"skipped_nonfinite": 0.0, **({"logprob_mismatch": off / compared} if compared else {})}
 
     def publication(self, epoch: int, version: int) -> Callable[[], WeightManifest]:
         def write(writer: ShmWriter, spec: TensorSpec) -> str:
@@ -254,3 +267,8 @@ class EmulatedLearner(LoneLearner):
 
     def _take(self, seconds: float) -> None:
         self._sleep(seconds * self._costs.time_scale)
+
+
+def _sampled(row: TrainingSample) -> NDArray[np.float32]:
+    """[N] float32: the engine's logprobs of the tokens that a loss looks at."""
+    return row.rollout_logprobs if row.loss_mask is None else row.rollout_logprobs[row.loss_mask.astype(bool)]

@@ -18,6 +18,7 @@ from orchestrator.core.model.autoscale import Elastic
 from orchestrator.core.model.groups import Batch, Group, PendingEntry, Stage
 from orchestrator.core.model.lanes import Evaluations, Request
 from orchestrator.core.model.outbox import CommandId, Outbox
+from orchestrator.core.model.precision import Precision
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.model.staleness import Lineage
 from orchestrator.core.model.workers import Fleet
@@ -376,6 +377,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     requests: of a service run, by number, those that are not all taken.  last_request: highest number so far.
     elastic: seconds of both stages, by which generation workers come and go.
     critic: what it reported, where ``settings.critic``.
+    precision: whether engines may go on in fp8, where ``settings.fp8``.
     """
 
     settings: CoreSettings
@@ -403,6 +405,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     plans: Plans = msgspec.field(default_factory=Plans)
     elastic: Elastic = msgspec.field(default_factory=Elastic)
     critic: Critic = msgspec.field(default_factory=Critic)
+    precision: Precision = msgspec.field(default_factory=Precision)
 
     @property
     def stopping(self) -> bool:

@@ -12,11 +12,13 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from orchestrator.core.model.precision import PrecisionSettings
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.settings import (
     BrokerSettings,
     DecodeCostSettings,
     EvalSettings,
+    GenerationSettings,
     PipelineSettings,
     RowSettings,
     ServiceSettings,
@@ -105,7 +107,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     migrate_running: running groups of slow workers start over on idle ones, see ``dispatch/handout.py``.
     decode_cost: of a worker without slowdown.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
-    scaling: when generation workers come and go; None: never.
+    scaling: when generation workers come and go; None: never.  fp8: until when engines use it; None: none does.
     critic: a critic reads the rounds log, too: what it has not saved is kept.
     service: nothing is trained, prompts come with requests.  service_window: samples of one request that are generated
     ahead of its reader.  service_keep_s: a whole request that is not read for so long is forgotten.
@@ -153,6 +155,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     train_token_s: float = 0.0
     max_response_tokens: int = 0
     scaling: ScalingSettings | None = None
+    fp8: PrecisionSettings | None = None
 
     @property
     def plans(self) -> bool:
@@ -194,10 +197,23 @@ def core_settings(settings: Settings) -> CoreSettings:
         "train_token_s": settings.decode_cost.train_token_s,
         "max_response_tokens": settings.sampling.max_new_tokens,
         "scaling": scaling if low < high else None,
+        "fp8": precision_settings(generation),
         "eval_problems": sum(one.problems * one.samples for one in eval_sets(settings).values()),
     }
     wanted = {field.name for field in msgspec.structs.fields(CoreSettings)}
     return CoreSettings(**{name: value for name, value in (named | derived).items() if name in wanted})
+
+
+def precision_settings(generation: GenerationSettings) -> PrecisionSettings | None:
+    """None where nothing is held in fp8."""
+    if not generation.fp8:
+        return None
+    return PrecisionSettings(
+        limit=generation.fp8_mismatch_limit,
+        batches=generation.fp8_mismatch_batches,
+        kv=generation.kv_dtype == "fp8",
+        weights=generation.weights_dtype == "fp8",
+    )
 
 
 def chosen_round_tokens(settings: Settings) -> int:

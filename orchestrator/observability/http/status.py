@@ -186,7 +186,7 @@ async def publish_status(
             "queues": queues,
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,
-            "warnings": warnings_of(metrics.last_line, mismatch_limit) if metrics.last_line else [],
+            "warnings": _warnings(view["full_precision"], metrics.last_line, mismatch_limit),
             "num_lost": board.num_lost,
             "lost": list(board.lost),
             "given_up": given_up,
@@ -198,6 +198,11 @@ async def publish_status(
         took_s = time.thread_time() - began_s
         await broker.put_meta(keys.STATUS, encoded, ttl_s=TIME_TO_LIVE_S)
         await asyncio.sleep(min(max(PUBLISH_S, took_s / MAX_SHARE), TIME_TO_LIVE_S / 4))
+
+
+def _warnings(full_precision: str, line: Mapping[str, Any], mismatch_limit: float) -> list[str]:
+    """Of the last batch; and that fp8 was given up, for as long as that is so."""
+    return [*filter(None, [full_precision]), *(warnings_of(line, mismatch_limit) if line else [])]
 
 
 async def read_status(broker: Broker) -> dict[str, Any] | None:

@@ -210,6 +210,9 @@ class EmbeddedEngine:
         await self._call(look)
         return found
 
+    async def use_full_precision(self, reason: str) -> None:
+        """It holds nothing in fp8."""
+
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsMismatchError, and then the old weights are as they were."""
 

@@ -53,6 +53,7 @@ class ServerSettings:
     gpus: that it splits the model over.  gpu_share: of their memory, that it may use; 1: what it takes by itself.
     command: program and first arguments of our own server.  slots: samples at once.  stop: texts that end one.
     max_context: tokens, 0: the model's.  drafts: tokens that a server of our own drafts for a sample and step, at most.
+    fp8_kv, fp8_weights: a server of our own holds keys and values, or the weights that compute, in fp8.
     keeps_partial: what a sample has got is asked for while it runs.
     startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one sample.
     """
@@ -70,6 +71,8 @@ class ServerSettings:
     max_context: int = 0
     keeps_partial: bool = False
     drafts: int = 0
+    fp8_kv: bool = False
+    fp8_weights: bool = False
     trust_remote_code: bool = False
     startup_s: float = 300.0
     silence_s: float = 30.0
@@ -85,7 +88,8 @@ class ServerKind:
     request cannot be answered by any server of this kind, "" when it can.  environment: that our own server needs.  Our
     own server finds its key in the variable ``key_variable``, or as ``key_option`` in the file that its ``--config``
     names; ``socket_option`` is for the path of a socket to listen on instead of a port.  draft_options: how it is told
-    to draft so many tokens from the texts it has seen, without a model that drafts.
+    to draft so many tokens from the texts it has seen, without a model that drafts.  fp8_kv, fp8_weights: how it is
+    told to hold keys and values, or weights, in fp8; weights that come are of ``dtype``, and rounded by the server.
     """
 
     name: str
@@ -106,6 +110,8 @@ class ServerKind:
     key_option: str = ""
     socket_option: str = ""
     draft_options: Callable[[int], Sequence[str]] = lambda drafts: ()
+    fp8_kv: Sequence[str] = ()
+    fp8_weights: Sequence[str] = ()
 
     def arguments(self, settings: ServerSettings) -> list[str]:
         """Of a server of our own."""
@@ -119,6 +125,8 @@ class ServerKind:
             *((self.gpus_option, str(settings.gpus)) if settings.gpus > 1 else ()),
             *((self.memory_option, f"{settings.gpu_share:g}") if settings.gpu_share < 1 else ()),
             *(self.draft_options(settings.drafts) if settings.drafts else ()),
+            *(self.fp8_kv if settings.fp8_kv else ()),
+            *(self.fp8_weights if settings.fp8_weights else ()),
             *(("--trust-remote-code",) if settings.trust_remote_code else ()),
         ]
 

@@ -14,7 +14,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
+
+import structlog
 
 from transport.contracts.types import GroupId, WeightIdentity
 from transport.errors import PeerUnavailableError, first_error
@@ -38,6 +41,8 @@ from workers.generation.server.vllm import VLLM
 
 if TYPE_CHECKING:
     import torch
+
+log = structlog.get_logger(__name__)
 
 POLL_S = 1.0
 KINDS = {"sglang": SGLANG, "vllm": VLLM}
@@ -121,6 +126,20 @@ class ServerEngine:
                 await self._results.until(self._update(held))
         except TimeoutError:
             raise EngineHungError(f"the server did not take {weights} in time") from None
+
+    async def use_full_precision(self, reason: str) -> None:
+        """Its server is started again without fp8, with the weights that it holds; what runs there runs again. A load
+        that follows waits for it."""
+        if not (self._settings.fp8_kv or self._settings.fp8_weights):
+            return
+        await self._results.until(self._leave_fp8(reason))
+
+    async def _leave_fp8(self, reason: str) -> None:
+        async with self._changing:  # not while one is brought up, which would have been told the old settings
+            log.warning("no fp8 from now on: the server is started again", reason=reason)
+            self._settings = replace(self._settings, fp8_kv=False, fp8_weights=False)
+            self.server.use(self._settings)
+            self.sender.lose(reason, meant=True)
 
     def load(self) -> EngineLoad:
         return self.sender.load()

@@ -213,6 +213,7 @@ class SampleSender:
         self.capacity = capacity
         self.stops = NO_STOPS
         self.lost = ""
+        self._meant = False
         self.wake = asyncio.Event()
         self._queue = SampleQueue(secrets.token_hex(4))
         self._known = {BASE_LABEL: BASE_WEIGHTS}
@@ -290,10 +291,12 @@ class SampleSender:
         self.gate.set()
         self.send()
 
-    def lose(self, reason: str) -> None:
-        """The server is lost: nothing more is sent, and the engine brings up another one."""
+    def lose(self, reason: str, *, meant: bool = False) -> None:
+        """The server is lost: nothing more is sent, and the engine brings up another one. meant: nothing is wrong with
+        it, so samples are not blamed for it."""
         self.gate.clear()
-        self.lost = self.lost or reason
+        if not self.lost:
+            self.lost, self._meant = reason, meant
         self.wake.set()
 
     async def withdraw(self) -> None:
@@ -302,12 +305,12 @@ class SampleSender:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for sent in list(self._queue.sent.values()):
-            self._failed(sent, f"the server was lost: {self.lost}")
+            self._failed(sent, f"the server was lost: {self.lost}", lost=not self._meant)
         self._queue.forget_cached()
 
     def renew(self) -> None:
         """Another server is up."""
-        self.lost, self._doubted, self._strikes = "", False, 0
+        self.lost, self._meant, self._doubted, self._strikes = "", False, False, 0
         self.open_gate()
 
     def trust(self) -> None:

@@ -270,4 +270,6 @@ SGLANG = ServerKind(
     ),
     key_option="api-key",
     draft_options=draft_options,
+    fp8_kv=("--kv-cache-dtype", "fp8_e4m3"),
+    fp8_weights=("--quantization", "fp8", "--load-format", "flash_rl"),  # which rounds what later updates bring, too
 )

@@ -193,6 +193,10 @@ class ServerProcess:
         """Of the living process; it leads its process group."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
+    def use(self, settings: ServerSettings) -> None:
+        """What the next start is told."""
+        self._settings = settings
+
     async def start(self) -> None:
         """Start it; it is healthy much later. Raises ModelError for a command that cannot be run."""
         kind, settings = self._kind, self._settings
@@ -332,6 +336,12 @@ class ServerUpkeep:
         """Tokens of prompt and response: what the model, the settings and the server's memory allow."""
         limits = (self.model.max_context, self._settings.max_context, self.facts.max_context, self.facts.kv_tokens)
         return min(limit for limit in limits if limit > 0)
+
+    def use(self, settings: ServerSettings) -> None:
+        """A server of our own that is brought up from now on is told these."""
+        self._settings = settings
+        if self.process is not None:
+            self.process.use(settings)
 
     async def open(self) -> None:
         """Read the model's own files. Raises ModelError."""

@@ -256,4 +256,6 @@ VLLM = ServerKind(
     key_variable="VLLM_API_KEY",
     socket_option="--uds",  # a socket: vLLM asks for a key where samples are asked for, and not where weights are
     draft_options=draft_options,
+    fp8_kv=("--kv-cache-dtype", "fp8"),
+    fp8_weights=("--quantization", "fp8"),  # anew in every ``reload_weights``
 )
