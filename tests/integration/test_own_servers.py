@@ -111,7 +111,7 @@ async def test_fp8_is_given_up_by_starting_the_server_again_and_no_sample_is_los
         assert sample.spans[0].weights == weights, "the new server was given what the old one held"
         again = server.pid
         assert again not in (None, before)
-        assert "fp8" not in told_to_everyone(server)
+        assert not {"--kv-cache-dtype", "--quantization"} & set(told_to_everyone(server).split())
         await engine.use_full_precision("said with every load")
         await engine.load_weights(WeightIdentity(epoch=1, version=5), {"a": torch.ones(2)})
         assert server.pid == again, "nothing is left to be given up"
