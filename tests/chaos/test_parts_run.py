@@ -1,4 +1,4 @@
-"""Parts of the data with losses and estimators of their own, in a real run: rows are trained with their part's, once."""
+"""Parts of the data with losses and estimators of their own, in a real run: a row is trained with its part's, once."""
 
 from __future__ import annotations
 
