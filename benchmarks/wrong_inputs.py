@@ -777,7 +777,7 @@ def algorithms() -> Iterator[Case]:
     yield setting("data.mix.easy.weight=0", "a number > 0")
     yield run_with("data.mix.easy.advantage=gae", "data.mix.easy.advantage", "group_std", "rloo")
     yield run_with("data.mix.easy.loss=gpso", "data.mix.easy.loss", "sequence_clip", "module:function")
-    yield run_with("data.mix.easy={loss='cispo',clip_high=4}", "data.mix", "easy", "importance_cap", "1 + algorithm.clip")
+    yield run_with("data.mix.easy={loss='cispo',clip_high=4}", "data.mix", "easy", "importance_cap", "1 + alg")
     yield run_with("data.mix.easy.rl_coef=0", "data.mix", "easy", "nothing is trained")
     yield run_with("data.mix.easy.environment=calculater", "data.mix.easy.environment", "module:function", "none")
     yield run_with("data.mix.easy.environment_params={tries=3}", "data.mix", "names no environment of its own")
