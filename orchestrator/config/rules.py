@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from orchestrator.config.schema import to_toml
 from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.settings import (
     SERVER_ENGINES,
@@ -392,7 +393,7 @@ def _told_of_part(s: Settings, name: str, keys: Sequence[str], problem: str) -> 
     section, _, key = keys[0].partition(".")
     value = getattr(s.algorithms[name] if section == "algorithm" else getattr(s, section), key)
     others = [one for one in keys if not one.startswith("algorithm.")]
-    return " ".join(["data.mix", *others]), f"has {name}, where {keys[0]} = {value!r} {problem}"
+    return " ".join(["data.mix", *others]), f"has {name}, where {keys[0]} = {to_toml(value)} {problem}"
 
 
 def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:

@@ -472,7 +472,7 @@ def test_out_of_range(argument: str, message: str):
         (["data.mix.a.ce_above=0.5"], "has a ce_above, and no ce_coef above 0: nothing of it is imitated (in a)"),
         (
             ["data.mix.a.rl_coef=0", "data.mix.a.ce_coef=1", "pipeline.drop_no_signal=true"],
-            "has a, where pipeline.drop_no_signal = True must be false with algorithm.rl_coef 0",
+            "has a, where pipeline.drop_no_signal = true must be false with algorithm.rl_coef 0",
         ),
         (
             ["data.mix.a.kl_coef=0.1", "algorithm.name=reinforce_pp"],
