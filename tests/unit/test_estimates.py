@@ -10,8 +10,18 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from transport.broker.base import Commit, GroupWrite, RowWrite
+from transport.contracts.messages import RolloutInfo, encode
 from transport.contracts.settings import AlgorithmSettings, DataPart, DataSettings, Settings
-from transport.contracts.types import Column, RunName, WorkerId, group_id, row_id
+from transport.contracts.types import (
+    Column,
+    FinishReason,
+    RunName,
+    VersionSpan,
+    WeightIdentity,
+    WorkerId,
+    group_id,
+    row_id,
+)
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
 from workers.errors import AlgorithmError
@@ -28,6 +38,16 @@ MIXED = Settings(
         }
     ),
     algorithm=AlgorithmSettings(advantage="mean_only"),
+)
+
+INFO = encode(
+    RolloutInfo(
+        worker_id=WorkerId("generate-0.1"),
+        finish_reason=FinishReason.STOP,
+        prompt_tokens=1,
+        response_tokens=2,
+        spans=(VersionSpan(start=0, end=2, weights=WeightIdentity(epoch=1, version=0)),),
+    )
 )
 
 
@@ -73,7 +93,7 @@ async def scored(part: object, *, without: Column | None = None) -> tuple[RowSto
     entry = {Column.TASK_ENTRY: json.dumps({"part": part}).encode()}
     await store.commit(Commit(groups=(GroupWrite(group_id=group, size=2, columns=entry),)))
     for sample in (0, 1):
-        columns = {**row(2), Column.REWARD: encode_array(Column.REWARD, [float(sample)])}
+        columns = {**row(2), Column.REWARD: encode_array(Column.REWARD, [float(sample)]), Column.ROLLOUT_INFO: INFO}
         kept = {column: raw for column, raw in columns.items() if not sample or column is not without}
         await store.commit(Commit(rows=(RowWrite(row_id=row_id(group, sample), columns=kept),)))
     estimates = estimates_of(MIXED, OWN, "")
