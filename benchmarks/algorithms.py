@@ -7,6 +7,7 @@ TRL computes with its own trainer objects (``trl_reference.py``); what it has no
     gae_error              of advantages and returns, float32, responses of up to 512 tokens
     ppo_error              the clipped loss with an advantage of its own for each token
     distill_error          on-policy distillation of sampled tokens
+    parts_error            one batch of three parts, each with a loss of its own
     <name>_streamed_error  |gradient - whole| / |whole|: rounds out of order and in pieces against TRL's loss of the
                            whole padded batch in one backward pass
 
@@ -40,6 +41,7 @@ from workers.trainer.policy.packing import PackedBatch, PromptGroup, pack, split
 from workers.trainer.policy.policy_learner import objective_of
 
 NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
+MIXED = ("grpo", "gspo", "cispo")
 GROUP_SIZE = 8
 PIECE_TOKENS = 16
 OLD: tuple[OldLogprobs, ...] = ("rollout", "recomputed")
@@ -135,6 +137,26 @@ class Against:
         losses, streamed = zip(*found, strict=True)
         return max(losses), max(streamed)
 
+    def parts(self) -> tuple[float, float]:
+        """A batch whose groups have different losses, against the sum of TRL's of each group alone."""
+        found: list[tuple[float, float]] = []
+        for old in OLD:
+            of_parts = {
+                name: replace(objective_named(name), old_logprobs=old, aggregation="token_mean") for name in MIXED
+            }
+            objective = replace(of_parts[MIXED[0]], of_parts=of_parts)
+            pinned = pinned_groups(masked=True, old=old)
+            groups = [replace(group, part=name) for group, name in zip(pinned, MIXED, strict=True)]
+            size = size_of(objective, pack(groups, objective.aggregation))
+            theirs = torch.zeros(())
+            for group in groups:
+                one = objective.of(group.part)
+                share = size_of(one, pack([group], one.aggregation)) / size
+                theirs = theirs + share * self.reference.loss(pad_groups([group]), one)
+            found.append(self.errors(groups, objective, theirs))
+        losses, streamed = zip(*found, strict=True)
+        return max(losses), max(streamed)
+
     def distilled(self) -> tuple[float, float]:
         """The gradient is compared, and as a loss its sum: advantages that hold a constant back have no other value."""
         groups = pinned_groups(masked=True, old="rollout")
@@ -183,6 +205,7 @@ def main() -> None:
             found(name, against.algorithm(name))
         found("ppo", against.ppo())
         found("distill", against.distilled())
+        found("parts", against.parts())
     figures["gae_error"] = gae_error()
     print(f"gae: {figures['gae_error']:.1e}")
     print(json.dumps({name: float(f"{value:.3g}") for name, value in figures.items()}))

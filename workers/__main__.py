@@ -282,7 +282,10 @@ def score(
     reward: UserReward = "",
     reward_path: RewardPath = "",
     advantage: Annotated[
-        str, typer.Option(help="module:function this machine allows as advantage; the run's must be the same")
+        str,
+        typer.Option(
+            help="module:function this machine allows as advantage, of parts with commas between; as the run's"
+        ),
     ] = "",
     functions_path: FunctionsPath = "",
     teacher_url: Annotated[
@@ -330,7 +333,8 @@ def train(
     ranks: Annotated[int, typer.Option(min=1, help="start so many ranks, from 0, each on a GPU of --gpus")] = 1,
     trust_remote_code: TrustRemoteCode = False,
     loss: Annotated[
-        str, typer.Option(help="module:function this machine allows as loss; the run's must be the same")
+        str,
+        typer.Option(help="module:function this machine allows as loss, of parts with commas between; as the run's"),
     ] = "",
     functions_path: FunctionsPath = "",
 ) -> None:

@@ -6,11 +6,13 @@ came from (load.py says).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from orchestrator.config.schema import to_toml
 from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.settings import (
     SERVER_ENGINES,
+    AlgorithmSettings,
     DataPart,
     DataSettings,
     EvalSet,
@@ -38,12 +40,18 @@ def violations(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         for name, part in settings.data.mix.items()
         for keys, problem in _broken_in_part(settings, part, data_parts(settings.data)[name])
     )
+    by_parts = (
+        _told_of_part(settings, name, keys.split(), problem)
+        for name, algorithm in settings.algorithms.items()
+        for keys, problem in _broken_by_algorithm(settings, algorithm)
+        if name
+    )
     of_all = (
         broken
         for rules in (_broken_of_processes, _broken_of_training, _broken_of_generation, _broken_of_data)
         for broken in rules(settings)
     )
-    return ((tuple(keys.split()), problem) for keys, problem in (*of_all, *of_sets, *of_parts))
+    return ((tuple(keys.split()), problem) for keys, problem in (*of_all, *of_sets, *of_parts, *by_parts))
 
 
 NO_PORTS = 'must be a port or a range of ports, like "7400-7409"'
@@ -101,13 +109,8 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
             "pipeline.rollout_batches pipeline.max_staleness",
             "must be at most max_staleness + 1, or the last of them is too old when it is trained",
         )
-    if s.algorithm.old_logprobs == "rollout" and 0 < s.algorithm.importance_cap <= 1 + s.algorithm.clip_high:
-        yield (
-            "algorithm.importance_cap algorithm.clip_high algorithm.old_logprobs",
-            'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what '
-            "the clip is there to stop",
-        )
     yield from _broken_by_streams(s)
+    yield from _broken_by_algorithm(s, s.algorithm)
     if s.algorithm.advantage == "gae" and s.pipeline.drop_no_signal:
         yield (
             "pipeline.drop_no_signal algorithm.advantage",
@@ -383,9 +386,14 @@ NOT_BESIDE_BATCH_STD = (
 )
 
 
-def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
-    """Rules of what the loss is a sum of."""
-    algorithm = s.algorithm
+def _broken_by_algorithm(s: Settings, algorithm: AlgorithmSettings) -> Iterator[tuple[str, str]]:
+    """Rules of what rows are trained with: those of the run, or of a part that has its own."""
+    if algorithm.old_logprobs == "rollout" and 0 < algorithm.importance_cap <= 1 + algorithm.clip_high:
+        yield (
+            "algorithm.importance_cap algorithm.clip_high algorithm.old_logprobs",
+            'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what '
+            "the clip is there to stop",
+        )
     if algorithm.advantage == "batch_std" and algorithm.kl_coef:
         yield "algorithm.kl_coef algorithm.advantage", NOT_BESIDE_BATCH_STD
     if algorithm.advantage == "batch_std" and algorithm.ce_coef:
@@ -395,11 +403,36 @@ def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
             "algorithm.rl_coef algorithm.ce_coef algorithm.kl_coef",
             "must be above 0 where algorithm.ce_coef and algorithm.kl_coef are 0, or nothing is trained",
         )
-    if algorithm.ce_above != Settings().algorithm.ce_above and not algorithm.ce_coef:
+    if s.pipeline.drop_no_signal and not algorithm.rl_coef:
+        yield (
+            "pipeline.drop_no_signal algorithm.rl_coef",
+            "must be false with algorithm.rl_coef 0, which trains groups whose rewards agree, too",
+        )
+    if s.pipeline.group_size < 2 and algorithm.rl_coef and algorithm.advantage != "gae" and s.trainer.engine != "none":
+        yield (
+            "pipeline.group_size algorithm.rl_coef algorithm.advantage",
+            f'must be 2 or more with algorithm.advantage "{algorithm.advantage}", which compares siblings',
+        )
+    if ":" in algorithm.loss and s.trainer.engine != "torch":
+        yield "algorithm.loss trainer.engine", 'needs trainer.engine "torch", which alone computes with it'
+
+
+def _told_of_part(s: Settings, name: str, keys: Sequence[str], problem: str) -> tuple[str, str]:
+    """A rule that a part breaks, with the value that it has there. keys: as of the run."""
+    section, _, key = keys[0].partition(".")
+    value = getattr(s.algorithms[name] if section == "algorithm" else getattr(s, section), key)
+    others = [one for one in keys if not one.startswith("algorithm.")]
+    return " ".join(["data.mix", *others]), f"has {name}, where {keys[0]} = {to_toml(value)} {problem}"
+
+
+def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
+    """Rules of what the loss of the whole run is a sum of."""
+    algorithm = s.algorithm
+    if algorithm.ce_above != Settings().algorithm.ce_above and not any(one.ce_coef for one in s.algorithms.values()):
         yield "algorithm.ce_above algorithm.ce_coef", "needs algorithm.ce_coef above 0: nothing is imitated"
-    if algorithm.teacher and not algorithm.kl_coef:
+    if algorithm.teacher and not s.has_reference:
         yield "algorithm.teacher algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
-    if algorithm.teacher_url and not algorithm.kl_coef:
+    if algorithm.teacher_url and not s.has_reference:
         yield "algorithm.teacher_url algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
     if algorithm.teacher_url and algorithm.teacher:
         yield (
@@ -412,21 +445,11 @@ def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
             "must be 1 with algorithm.teacher_url: servers give logprobs of a prompt at temperature 1 alone, and the "
             "trainer's are at this one",
         )
-    if algorithm.kl_estimator != "k3" and not algorithm.kl_coef:
+    if algorithm.kl_estimator != "k3" and not s.has_reference:
         yield "algorithm.kl_estimator algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
-    if s.pipeline.drop_no_signal and not algorithm.rl_coef:
-        yield (
-            "pipeline.drop_no_signal algorithm.rl_coef",
-            "must be false with algorithm.rl_coef 0, which trains groups whose rewards agree, too",
-        )
-    if s.pipeline.group_size < 2 and algorithm.rl_coef and algorithm.advantage != "gae" and s.trainer.engine != "none":
-        yield (
-            "pipeline.group_size algorithm.rl_coef algorithm.advantage",
-            f'must be 2 or more with algorithm.advantage "{algorithm.advantage}", which compares siblings',
-        )
     if s.data.response_column and s.data.source == "reasoning_gym":
         yield "data.response_column data.source", 'needs data.source "jsonl" or "hf", whose rows have columns'
-    if s.data.response_column and algorithm.rl_coef:
+    if s.data.response_column and any(one.rl_coef for one in s.algorithms.values()):
         yield (
             "data.response_column algorithm.rl_coef",
             'needs algorithm.rl_coef 0: what is given was not sampled by the policy; algorithm.name = "sft" sets it',
@@ -448,13 +471,11 @@ def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
         )
     if algorithm.name == "sft" and not s.data.response_column:
         yield "algorithm.name data.response_column", "needs data.response_column, which names what is to be imitated"
-    if algorithm.functions_path and ":" not in algorithm.advantage + algorithm.loss:
+    if algorithm.functions_path and not (s.own_functions("advantage") or s.own_functions("loss")):
         yield (
             "algorithm.functions_path algorithm.advantage algorithm.loss",
             "needs a module:function as algorithm.advantage or algorithm.loss",
         )
-    if ":" in algorithm.loss and s.trainer.engine != "torch":
-        yield "algorithm.loss trainer.engine", 'needs trainer.engine "torch", which alone computes with it'
 
 
 def _broken_by_layout(s: Settings) -> Iterator[tuple[str, str]]:
@@ -529,6 +550,8 @@ def _broken_in_part(s: Settings, part: DataPart, whole: DataSettings) -> Iterato
             f'has an advantage of its own, which algorithm.advantage "{s.algorithm.advantage}" leaves no room for: it '
             "is of a critic, or of the whole batch",
         )
+    if part.ce_above is not None and not (s.algorithm.ce_coef if part.ce_coef is None else part.ce_coef):
+        yield "data.mix algorithm.ce_coef", "has a ce_above, and no ce_coef above 0: nothing of it is imitated"
     bounds = [bound for bound in (part.min_reward, part.max_reward) if bound is not None]
     if bounds and not s.data.rewards:
         yield "data.mix data.rewards", "has min_reward or max_reward, which need data.rewards, a file of `collect`"

@@ -193,7 +193,7 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     scoring, generation = settings.scoring, settings.generation
     here = settings.launcher.kind == "local"
     devices = (settings.trainer.device, generation.device) if here else ()
-    own = any(":" in name for name in (settings.algorithm.advantage, settings.algorithm.loss))
+    own = settings.own_functions("advantage") or settings.own_functions("loss")
     foreign = (
         scoring.reward or scoring.reward_model or own or settings.environments or generation.engine in SERVER_ENGINES
     )

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import structlog
 
@@ -180,17 +180,18 @@ def score_arguments(settings: Settings, pool: str) -> list[str]:
     reward = ["--reward", scoring.reward, *path] if scoring.reward else []
     teacher = ["--teacher-url", algorithm.teacher_url] if algorithm.teacher_url else []
     tasks = ["--tasks", ",".join(settings.scorers[pool].tasks)] if settings.scoring.pools else []
-    return reward + teacher + tasks + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
+    return reward + teacher + tasks + _function_arguments("--advantage", settings, "advantage")
 
 
 def train_arguments(settings: Settings) -> list[str]:
     """The same of a trainer."""
-    return _function_arguments("--loss", settings.algorithm.loss, settings.algorithm.functions_path)
+    return _function_arguments("--loss", settings, "loss")
 
 
-def _function_arguments(option: str, name: str, path: str) -> list[str]:
-    """None for one of ours, which has no colon."""
-    return [option, name, *(["--functions-path", path] if path else [])] if ":" in name else []
+def _function_arguments(option: str, settings: Settings, kind: Literal["advantage", "loss"]) -> list[str]:
+    """None where all are ours."""
+    names, path = settings.own_functions(kind), settings.algorithm.functions_path
+    return [option, ",".join(names), *(["--functions-path", path] if path else [])] if names else []
 
 
 # -- their life

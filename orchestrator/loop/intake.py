@@ -367,7 +367,7 @@ async def publish_run_metadata(
     trial: what rewards are tried on; there before the settings, for which workers wait.
     """
     trains = settings.trainer.engine != "none"
-    reference, critic = settings.algorithm.kl_coef > 0, settings.has_critic
+    reference, critic = settings.has_reference, settings.has_critic
     await broker.declare_tasks(scoring_tasks(with_reference=reference, with_critic=critic) if trains else ())
     with suppress(FencedError):  # the broker knows a newer one
         await broker.commit(Commit(fence=Fence(role="trainer", epoch=trainer_epoch)))

@@ -147,3 +147,60 @@ def no_deviation(rewards: Any) -> Any:
 
 
 no_deviation.additive = "responses"  # type: ignore[attr-defined]
+
+
+# -- advantages of tokens
+
+
+def later_less(rewards: Any, responses: Any) -> Any:
+    """The group's advantage, half as much at each token after the first."""
+    centred = rewards - rewards.mean()
+    return [one * 0.5 ** np.arange(len(response.token_ids)) for one, response in zip(centred, responses, strict=True)]
+
+
+later_less.additive, later_less.per_token = "responses", True  # type: ignore[attr-defined]
+
+
+def forgets_one(rewards: Any, responses: Any) -> Any:
+    return later_less(rewards, responses)[1:]
+
+
+forgets_one.additive, forgets_one.per_token = "responses", True  # type: ignore[attr-defined]
+
+
+def chosen_alone(rewards: Any, responses: Any) -> Any:
+    """A number for each token that the policy chose, and none for the others."""
+    return [np.ones(int(response.chosen.sum())) for response in responses]
+
+
+chosen_alone.additive, chosen_alone.per_token = "responses", True  # type: ignore[attr-defined]
+
+
+def last_is_nan(rewards: Any, responses: Any) -> Any:
+    return [np.where(np.arange(len(r.token_ids)) == len(r.token_ids) - 1, np.nan, 0.0) for r in responses]
+
+
+last_is_nan.additive, last_is_nan.per_token = "responses", True  # type: ignore[attr-defined]
+
+
+def words(rewards: Any, responses: Any) -> Any:
+    return [["much"] * len(response.token_ids) for response in responses]
+
+
+words.additive, words.per_token = "responses", True  # type: ignore[attr-defined]
+
+
+def takes_responses(rewards: Any, responses: Any) -> Any:
+    """It does not say that it is of tokens."""
+    return later_less(rewards, responses)
+
+
+takes_responses.additive = "responses"  # type: ignore[attr-defined]
+
+
+def counts_calls(rewards: Any, responses: Any) -> Any:
+    seen.append(0.0)
+    return [np.full(len(response.token_ids), float(len(seen))) for response in responses]
+
+
+counts_calls.additive, counts_calls.per_token = "responses", True  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,8 @@ class TrainerRun:
     async def write_groups(self, groups: Sequence[PromptGroup]) -> None:
         for group in groups:
             prompt = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, group.prompt_ids)}
+            if group.part:
+                prompt[Column.TASK_ENTRY] = json.dumps({"part": group.part}).encode()
             await RowStore(self.broker).commit(
                 Commit(groups=(GroupWrite(group_id=group.group_id, size=len(group.samples), columns=prompt),))
             )
@@ -122,6 +125,8 @@ class TrainerRun:
                     Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, sample.rollout_logprobs),
                 }
                 score = {Column.ADVANTAGE: encode_array(Column.ADVANTAGE, [sample.advantage])}
+                if sample.advantages is not None:
+                    score[Column.TOKEN_ADVANTAGES] = encode_array(Column.TOKEN_ADVANTAGES, sample.advantages)
                 for columns in (tokens, score):
                     await RowStore(self.broker).commit(Commit(rows=(RowWrite(row_id=sample.row_id, columns=columns),)))
 

@@ -223,7 +223,10 @@ def test_environments_of_parts_run_only_where_each_is_allowed_and_are_each_tried
         "--environment",
         "tests.fakes.environments:Echo,tests.fakes.environments:Told",
     ]
-    with pytest.raises(EnvironmentSetupError, match=r"start it with --environment tests.fakes.environments:Told"):
+    with pytest.raises(
+        EnvironmentSetupError,
+        match=r"start it with --environment tests.fakes.environments:Echo,tests.fakes.environments:Told",
+    ):
         Environments(settings, "tests.fakes.environments:Echo", ROOT)
     with pytest.raises(EnvironmentSetupError, match="drop --environment mine:Own"):
         Environments(settings, ",".join([*settings.own_environments, "mine:Own"]), ROOT)

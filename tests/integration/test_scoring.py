@@ -31,6 +31,7 @@ from transport.contracts.settings import (
 )
 from transport.contracts.types import (
     Column,
+    GroupId,
     RunName,
     Segment,
     SegmentKind,
@@ -44,6 +45,7 @@ from workers.algorithms.advantage import group_advantages
 from workers.errors import AlgorithmError, ModelError, RewardSetupError
 from workers.models import prepare_model
 from workers.scoring.worker import ScoringWorker
+from workers.trainer.learner import PromptGroup
 
 ROOT = str(Path(__file__).parents[2])
 """Where ``tests.fakes.rewards`` is imported from: in the jail there is nothing that was not named."""
@@ -306,6 +308,64 @@ async def test_an_advantage_of_the_users_is_what_a_group_gets(
     assert decode_scalar(Column.ADVANTAGE, row[Column.ADVANTAGE]) == 1.0
     with pytest.raises(AlgorithmError, match="start it with --advantage"):
         worker_for(broker, settings, model_dir, clock)
+
+
+async def test_an_advantage_of_the_users_may_be_of_each_token(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+) -> None:
+    """Beside a part that has one of ours. What the policy did not choose has none, and no share in the mean."""
+    own = "tests.fakes.algorithms:later_less"
+    settings = settings_for("tests.fakes.rewards:length")
+    data = msgspec.structs.replace(settings.data, mix={"own": DataPart(advantage=own), "ours": DataPart()})
+    settings = msgspec.structs.replace(settings, data=data)
+    for number, part in enumerate(("own", "ours")):
+        await admit(broker, {"part": part}, group=group_id(0, number))
+    masked = encode_array(Column.LOSS_MASK, np.array([1, 0, 1, 1], np.uint8))
+    first = RowWrite(row_id=row_id(group_id(0, 0), 2), columns={Column.LOSS_MASK: masked})
+    await RowStore(broker).commit(Commit(rows=[first]))
+    for number in (0, 1):
+        await generate(broker, *[tokenize(text) for text in ("a", "bcd", "efgh")], group=group_id(0, number))
+    async with running(worker_for(broker, settings, model_dir, clock, allowed_advantage=own)):
+        after, _ = await next_event(broker)
+        await next_event(broker, after)
+    wanted = (Column.REWARD, Column.ADVANTAGE, Column.TOKEN_ADVANTAGES)
+    of_tokens, of_samples = [
+        await broker.read_rows([row_id(group_id(0, number), one) for one in range(3)], wanted) for number in (0, 1)
+    ]
+    rewards = np.array([decode_scalar(Column.REWARD, row[Column.REWARD]) for row in of_tokens])
+    for row, centred, chosen in zip(of_tokens, rewards - rewards.mean(), ([1], [1, 1, 1], [1, 0, 1, 1]), strict=True):
+        expected = centred * 0.5 ** np.arange(len(chosen)) * chosen
+        found = decode_array(Column.TOKEN_ADVANTAGES, row[Column.TOKEN_ADVANTAGES])
+        assert found == pytest.approx(expected, abs=1e-6)
+        mean = decode_scalar(Column.ADVANTAGE, row[Column.ADVANTAGE])
+        assert mean == pytest.approx(expected.sum() / sum(chosen), abs=1e-6)
+    assert all(Column.TOKEN_ADVANTAGES not in row for row in of_samples)
+
+
+async def test_nobody_is_asked_about_rows_of_a_part_without_a_kl(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[GroupId] = []
+
+    async def logprobs(_: object, group: PromptGroup) -> np.ndarray:
+        asked.append(group.group_id)
+        return np.full(len(group.samples[0].response_ids), -1.5, np.float32)
+
+    settings = settings_for("tests.fakes.rewards:length")
+    data = msgspec.structs.replace(settings.data, mix={"near": DataPart(kl_coef=0.1), "far": DataPart()})
+    worker = worker_for(broker, msgspec.structs.replace(settings, data=data), model_dir, clock)
+    monkeypatch.setattr(worker, "_reference", lambda: asyncio.sleep(0, logprobs))
+    groups = {part: group_id(0, number) for number, part in enumerate(("near", "far"))}
+    for part, group in groups.items():
+        await admit(broker, {"part": part}, group=group, reference=True)
+        await generate(broker, *[tokenize(text) for text in ("a", "bcd", "efgh")], group=group)
+    async with running(worker):
+        after, _ = await next_event(broker)
+        await next_event(broker, after)
+    assert asked == [groups["near"]] * 3
+    for part, expected in (("near", -1.5), ("far", 0.0)):
+        for row in await broker.read_rows([row_id(groups[part], one) for one in range(3)], [Column.REFERENCE_LOGPROBS]):
+            assert set(decode_array(Column.REFERENCE_LOGPROBS, row[Column.REFERENCE_LOGPROBS]).tolist()) == {expected}
 
 
 async def test_a_teacher_says_how_likely_each_token_is(

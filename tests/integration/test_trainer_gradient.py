@@ -20,7 +20,7 @@ from tests.fakes.tiny_models import tiny_model
 from tests.fakes.training import make_groups
 from transport.contracts.settings import Algorithm, GenerationSettings, Settings, TrainerSettings
 from transport.tensors.base import Endpoint
-from workers.algorithms.loss import Objective, OldLogprobs, loss_sum, loss_terms, normaliser
+from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
 from workers.errors import ModelError, RowsChangedError
 from workers.models import random_model
 from workers.trainer.policy import attention
@@ -29,7 +29,7 @@ from workers.trainer.policy.model import PolicyModel, check_packing, load_module
 from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PromptGroup, pack
 from workers.trainer.policy.policy_learner import PolicyLearner, TrainStep, objective_of
-from workers.user_functions.loss import own_loss
+from workers.user_functions.loss import own_losses
 from workers.weights.publish import WeightPublisher
 
 CPU = torch.device("cpu")
@@ -125,8 +125,7 @@ def test_given_responses_are_imitated_and_compared_with_no_rollout(tmp_path: Pat
 @pytest.mark.parametrize(("function", "like"), [("clipped", "ppo_clip"), ("row_mean", "")])
 def test_a_loss_of_the_users_is_streamed_as_one_of_ours(tmp_path: Path, function: str, like: str) -> None:
     directory, groups = save_tiny(tmp_path), make_groups(masked=True)
-    loss = own_loss(f"tests.fakes.algorithms:{function}", f"tests.fakes.algorithms:{function}")
-    assert loss is not None
+    (loss,) = own_losses([name := f"tests.fakes.algorithms:{function}"], name).values()
     objective = Objective(loss=loss.name, own_loss=loss, importance_cap=0.0)
     step = new_step(directory, objective, micro_batch_tokens=16)
     for piece in (groups[2:], groups[:1], groups[1:2]):
@@ -149,6 +148,83 @@ def test_streams_add_up(tmp_path: Path) -> None:
     step.accumulate(groups)
     expected = 0.5 * parts[0] + 0.2 * parts[1] + 0.1 * parts[2]
     assert relative_error(step.policy.gradient / size_of(groups, Objective()), expected) < 1e-5
+
+
+PARTS = ("words", "", "sums", "words", "given", "sums")
+"""Of six groups: parts of the data, and one of none."""
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16, 4096])
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_parts_with_losses_of_their_own_are_streamed_as_the_whole_batch(
+    tmp_path: Path, aggregation: Aggregation, micro_batch_tokens: int
+) -> None:
+    """In one batch, and in one packed row: of tokens and of rows, ours and the user's, imitated, with a KL; one part is
+    in none of its groups."""
+    directory, shared = save_tiny(tmp_path), {"aggregation": aggregation, "max_length": 9}
+    (own,) = own_losses([name := "tests.fakes.algorithms:row_mean"], name).values()
+    of_parts = {
+        "words": Objective(loss="gspo", clip_low=3e-4, clip_high=4e-4, kl_coef=0.1, **shared),
+        "sums": Objective(loss=own.name, own_loss=own, **shared),
+        "given": Objective(rl_coef=0.0, ce_coef=0.7, ce_above=0.5, **shared),
+        "unused": Objective(loss="cispo", importance_cap=0.0, **shared),
+    }
+    objective = Objective(of_parts=of_parts, **shared)
+    groups = make_groups(
+        masked=True,
+        all_columns=True,
+        prompt_tokens=(5, 3, 9, 4, 6, 2),
+        response_tokens=((4, 1, 7), (2, 2), (6, 3, 1, 8), (5, 2), (3, 4, 1), (6, 1)),
+    )
+    groups = [
+        replace(g, part=part, samples=[replace(s, old_logprobs=None) for s in g.samples])
+        for g, part in zip(groups, PARTS, strict=True)
+    ]
+    step = new_step(directory, objective, micro_batch_tokens=micro_batch_tokens)
+    for piece in (groups[3:], groups[:2], groups[2:3]):
+        step.accumulate(piece)
+    size = size_of(groups, objective)
+    whole = sum(padded_gradient(directory, [g], objective.of(g.part)) * size_of([g], objective) for g in groups) / size
+    assert isinstance(whole, torch.Tensor)
+    assert relative_error(step.policy.gradient / size, whole) < 1e-5
+    assert relative_error(padded_gradient(directory, groups, replace(objective, of_parts={})), whole) > 0.1
+    rows = [row for group in groups for row in group.samples]
+    metrics = step.close(batch=0, num_rows=len(rows), num_tokens=sum(row.num_loss_tokens for row in rows))
+    assert step._metrics.kl_tokens == 0, "the next batch begins with nothing"
+    assert metrics["kl"] > 0
+
+
+def test_a_batch_without_rows_of_a_part_is_that_of_the_others(tmp_path: Path) -> None:
+    """Also one all of whose rows have nothing to be trained: no gradient, and no error."""
+    directory, groups = save_tiny(tmp_path), make_groups()
+    silent = [replace(g, part="a", samples=[replace(s, advantage=0.0) for s in g.samples]) for g in groups]
+    step = new_step(
+        directory, Objective(of_parts={"a": Objective(loss="gspo"), "b": Objective(loss="cispo", importance_cap=0.0)})
+    )
+    assert step.accumulate(silent).computed_rows == 0
+    assert step.close(batch=0, num_rows=9, num_tokens=34)["grad_norm"] == 0
+    step.accumulate(groups)
+    alone = new_step(directory, Objective())
+    alone.accumulate(groups)
+    assert relative_error(step.policy.gradient, alone.policy.gradient) < 1e-6
+
+
+def test_advantages_of_tokens_and_of_rows_lie_in_one_packed_row(tmp_path: Path) -> None:
+    """A part whose estimator is of tokens, beside one whose is of samples."""
+    directory, groups = save_tiny(tmp_path), make_groups(masked=True)
+    even = [
+        replace(
+            g, samples=[replace(s, advantages=np.full(len(s.response_ids), s.advantage, np.float32)) for s in g.samples]
+        )
+        for g in groups
+    ]
+    steps = [new_step(directory, Objective()) for _ in range(3)]
+    steps[0].accumulate(groups)
+    steps[1].accumulate([even[0], groups[1], even[2]])
+    assert relative_error(steps[1].policy.gradient, steps[0].policy.gradient) < 1e-6
+    later = [replace(s, advantages=s.advantages * np.arange(len(s.response_ids))) for s in even[0].samples]
+    steps[2].accumulate([replace(even[0], samples=later), *groups[1:]])
+    assert relative_error(steps[2].policy.gradient, steps[0].policy.gradient) > 0.05
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen2", True), ("llama", True), ("olmo2", False)])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round_of, tiny_settings
 from tests.fakes.training import make_groups
 from transport.broker import keys
-from transport.broker.base import Entry
+from transport.broker.base import Commit, Entry, GroupWrite
 from transport.contracts.ledger import newest_checkpoint
 from transport.contracts.messages import (
     CheckpointSaved,
@@ -34,9 +35,10 @@ from transport.contracts.messages import (
     WeightManifest,
     manifest_decoder,
 )
-from transport.contracts.settings import DataSettings, LivenessSettings, ModelSettings, PipelineSettings
-from transport.contracts.types import RunName
+from transport.contracts.settings import DataPart, DataSettings, LivenessSettings, ModelSettings, PipelineSettings
+from transport.contracts.types import Column, RunName
 from transport.errors import FencedError, SegmentSpaceError
+from transport.rows.columns import RowStore, encode_array
 from workers.errors import CheckpointError, PublicationError, ResumeMismatchError, RoundsError, RunFilesError
 from workers.models import prepare_model
 from workers.trainer import placing
@@ -47,6 +49,7 @@ from workers.trainer.checkpoint import (
     fingerprint,
     newest_model,
 )
+from workers.trainer.learner import PromptGroup
 from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.stored import StoredTensors
 
@@ -546,6 +549,71 @@ async def test_a_paused_run_is_waited_for_as_long_as_its_orchestrator_lives(run:
     await run.finish()
     await task
     assert [event.batch for event in await run.told(StepDone) if isinstance(event, StepDone)] == [0]
+
+
+async def test_rows_are_trained_with_what_their_part_has(model_dir: Path, tmp_path: Path) -> None:
+    """Groups of part "a" are trained as a run of that loss alone trains them; the run's own holds for none of them."""
+
+    async def weights_of(name: str, part: str, mix: dict[str, DataPart], **algorithm: object) -> str:
+        settings = tiny_settings()
+        chosen = msgspec.structs.replace(settings.algorithm, **algorithm)
+        data = msgspec.structs.replace(settings.data, mix=mix)
+        settings = msgspec.structs.replace(settings, algorithm=chosen, data=data)
+        run = TrainerRun(model_dir, tmp_path / name, settings)
+        groups = [replace(group, part=part) for group in make_groups()]
+        await run.write_groups(groups)
+        await run.write_rows(groups)
+        await run.send(round_of(groups[:2], 0, 0), round_of(groups[2:], 0, 1), close_of(groups, 0))
+        await run.finish()
+        publisher = DigestPublisher()
+        await run.trainer(publisher).run()
+        return publisher.digests[1]
+
+    mix = {"a": DataPart(loss="gspo", clip_low=0.03), "b": DataPart()}
+    of_parts = [await weights_of(part, part, mix) for part in ("a", "b")]
+    alone = [await weights_of("gspo", "", {}, loss="gspo", clip_low=0.03), await weights_of("plain", "", {})]
+    assert of_parts == alone
+    assert alone[0] != alone[1]
+
+
+async def test_advantages_of_tokens_are_trained_where_rows_have_them(model_dir: Path, tmp_path: Path) -> None:
+    def with_tokens(factor: float) -> list[PromptGroup]:
+        """The first group alone has them: at each token ``factor`` times that before."""
+        first, *others = make_groups()
+        samples = [
+            replace(one, advantages=(one.advantage * factor ** np.arange(len(one.response_ids))).astype(np.float32))
+            for one in first.samples
+        ]
+        return [replace(first, samples=samples), *others]
+
+    digests: list[str] = []
+    for number, groups in enumerate((make_groups(), with_tokens(1.0), with_tokens(0.5))):
+        run = TrainerRun(model_dir, tmp_path / str(number), tiny_settings())
+        await run.write_groups(groups)
+        await run.write_rows(groups)
+        await run.send(round_of(groups, 0, 0), close_of(groups, 0))
+        await run.finish()
+        publisher = DigestPublisher()
+        await run.trainer(publisher).run()
+        digests.append(publisher.digests[1])
+    assert digests[0] == digests[1] != digests[2]
+
+
+async def test_a_prompt_of_which_no_part_can_be_read_is_named(model_dir: Path, tmp_path: Path) -> None:
+    settings = tiny_settings()
+    data = msgspec.structs.replace(settings.data, mix={"a": DataPart(loss="gspo")})
+    run = TrainerRun(model_dir, tmp_path, msgspec.structs.replace(settings, data=data))
+    (group, *_) = make_groups()
+    columns = {
+        Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, group.prompt_ids),
+        Column.TASK_ENTRY: b'{"part": 7}',
+    }
+    written = GroupWrite(group_id=group.group_id, size=len(group.samples), columns=columns)
+    await RowStore(run.broker).commit(Commit(groups=(written,)))
+    await run.write_rows([group])
+    await run.send(round_of([group], 0, 0))
+    with pytest.raises(RoundsError, match="group 0/0 cannot be trained: the entry of a prompt names no part"):
+        await run.trainer(DigestPublisher()).run()
 
 
 async def test_weights_that_are_not_finite_are_never_stepped_to(run: TrainerRun) -> None:

@@ -461,6 +461,28 @@ def test_out_of_range(argument: str, message: str):
             ["algorithm.loss=mine:loss", "trainer.engine=emulated", "generation.engine=emulated"],
             'algorithm.loss = "mine:loss" needs trainer.engine "torch", which alone computes with it',
         ),
+        (
+            ["data.mix.a.loss=cispo", "data.mix.a.clip_high=4.0"],
+            "has a, where algorithm.importance_cap = 2.0 must be 0 (off) or above 1 + algorithm.clip_high",
+        ),
+        (
+            ["data.mix.a.rl_coef=0"],
+            "has a, where algorithm.rl_coef = 0.0 must be above 0 where algorithm.ce_coef and algorithm.kl_coef",
+        ),
+        (["data.mix.a.ce_above=0.5"], "has a ce_above, and no ce_coef above 0: nothing of it is imitated (in a)"),
+        (
+            ["data.mix.a.rl_coef=0", "data.mix.a.ce_coef=1", "pipeline.drop_no_signal=true"],
+            "has a, where pipeline.drop_no_signal = true must be false with algorithm.rl_coef 0",
+        ),
+        (
+            ["data.mix.a.kl_coef=0.1", "algorithm.name=reinforce_pp"],
+            "has a, where algorithm.kl_coef = 0.1 must be 0 with algorithm.advantage",
+        ),
+        (
+            ["data.mix.a.loss=mine:loss", "trainer.engine=emulated", "generation.engine=emulated"],
+            'needs trainer.engine "torch", which alone computes with it',
+        ),
+        (["data.mix.a.advantage=batch_std"], "data.mix.a.advantage must be"),
         (["algorithm.name=sft"], 'algorithm.name = "sft" needs data.response_column'),
         (["data.response_column=answer"], 'data.response_column = "answer" needs data.source "jsonl" or "hf"'),
         (

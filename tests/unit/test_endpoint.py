@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -428,6 +429,24 @@ async def test_half_a_request_and_unknown_keys_are_answered(tmp_path: Path) -> N
             with pytest.raises(openai.AuthenticationError, match=r"endpoint.key of the run's directory"):
                 await say(stranger, [HELLO])
         assert (await served.run.get("/sessions/s-none")).json()["error"]["code"] == "no_such_session"
+
+
+async def test_a_request_that_breaks_off_in_its_body_asks_nothing_and_its_session_goes_on(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer()
+        work = await served.lease()
+        address = urlsplit(work["base_url"])
+        _, writer = await asyncio.open_connection(address.hostname, address.port)
+        body = json.dumps({"model": MODEL, "messages": [HELLO]}).encode()
+        head = f"POST {address.path}/chat/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        head += f"authorization: Bearer {work['key']}\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:-5])
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        async with client(work) as agent:
+            assert (await say(agent, [HELLO])).choices[0].message.content == "ok"
+        assert len(served.inner.requests) == 1
 
 
 async def test_a_client_that_hangs_up_calls_its_turn_off(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from orchestrator.launch.app import join_commands
 from transport.contracts.settings import (
     AlgorithmSettings,
     BrokerSettings,
+    DataPart,
+    DataSettings,
     RunSettings,
     ScoringPool,
     ScoringSettings,
@@ -38,6 +40,19 @@ def test_functions_of_an_algorithm_are_named_to_the_workers_that_run_them():
     settings = msgspec.structs.replace(SETTINGS, algorithm=own)
     assert join_commands(settings)[1:] == [
         f"{WORKER} score --advantage mine:best --functions-path mine {WHERE}",
+        f"{WORKER} train --loss mine:clip --functions-path mine {WHERE}",
+    ]
+
+
+def test_functions_of_parts_are_named_beside_those_of_the_run():
+    mix = {"one": DataPart(advantage="mine:tokens", loss="gspo"), "two": DataPart(loss="mine:clip"), "all": DataPart()}
+    settings = msgspec.structs.replace(
+        SETTINGS,
+        data=DataSettings(mix=mix),
+        algorithm=AlgorithmSettings(advantage="mine:best", functions_path="mine"),
+    )
+    assert join_commands(settings)[1:] == [
+        f"{WORKER} score --advantage mine:best,mine:tokens --functions-path mine {WHERE}",
         f"{WORKER} train --loss mine:clip --functions-path mine {WHERE}",
     ]
 

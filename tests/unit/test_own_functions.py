@@ -11,22 +11,21 @@ import torch
 
 from tests.fakes import algorithms
 from transport.contracts.messages import TrialRows
-from transport.contracts.settings import AlgorithmSettings, Settings, TrainerSettings
+from transport.contracts.settings import AlgorithmSettings, DataPart, DataSettings, Settings, TrainerSettings
 from workers.__main__ import exit_code
 from workers.algorithms.advantage import estimator
 from workers.algorithms.loss import Objective, OwnLoss, TokenBatch, loss_sum, loss_terms
 from workers.commands.check import check_workers
 from workers.errors import AlgorithmError, RewardError
-from workers.user_functions.advantage import own_advantage
-from workers.user_functions.loss import own_loss, try_loss
+from workers.user_functions.advantage import OwnAdvantage, Response, own_advantages
+from workers.user_functions.loss import own_losses, try_loss, try_losses
 
 HERE = "tests.fakes.algorithms"
 
 
 def loaded(function: str) -> OwnLoss:
-    loss = own_loss(f"{HERE}:{function}", f"{HERE}:{function}")
-    assert loss is not None
-    return loss
+    name = f"{HERE}:{function}"
+    return own_losses([name, "gspo"], name)[name]
 
 
 @pytest.mark.parametrize("function", ["reinforce", "clipped", "row_mean"])
@@ -71,16 +70,18 @@ def test_what_the_run_names_is_imported_only_where_this_process_names_it_too() -
     for wanted, allowed in ((f"{HERE}:reinforce", ""), (f"{HERE}:reinforce", f"{HERE}:clipped"), ("gspo", "mine:loss")):
         sys.modules.pop("mine", None)
         with pytest.raises(AlgorithmError, match=r"this worker allows|drop --loss mine:loss"):
-            own_loss(wanted, allowed)
+            own_losses([wanted], allowed)
     with pytest.raises(AlgorithmError, match="start it with --advantage mine:best"):
-        own_advantage("mine:best", "")
-    assert own_loss("gspo", "") is None
-    assert own_advantage("rloo", "") is None
+        own_advantages(["mine:best"], "")
+    with pytest.raises(AlgorithmError, match="start it with --loss mine:loss,other:loss, and --functions-path"):
+        own_losses(["mine:loss", "other:loss", "gspo"], "mine:loss")
+    assert own_losses(["gspo"], "") == {}
+    assert own_advantages(["rloo"], "") == {}
 
 
 def test_a_missing_module_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(AlgorithmError, match=r"No module named 'mine_of_nobody'.*algorithm\.functions_path"):
-        own_loss("mine_of_nobody:loss", "mine_of_nobody:loss", str(tmp_path))
+        own_losses(["mine_of_nobody:loss"], "mine_of_nobody:loss", str(tmp_path))
 
 
 def test_an_objective_has_one_loss() -> None:
@@ -93,10 +94,30 @@ def test_an_objective_has_one_loss() -> None:
 # -- advantages
 
 
+def estimator_named(function: str) -> OwnAdvantage:
+    name = f"{HERE}:{function}"
+    return own_advantages([name], name)[name]
+
+
 def test_a_good_advantage_passes() -> None:
-    estimate = own_advantage(f"{HERE}:best_only", f"{HERE}:best_only")
-    assert estimate is not None
-    assert estimate(np.array([0.0, 2.0, 2.0], np.float32)).tolist() == [0.0, 1.0, 1.0]
+    found = estimator_named("best_only").of_samples(np.array([0.0, 2.0, 2.0], np.float32))
+    assert found.tolist() == [0.0, 1.0, 1.0]
+
+
+def test_a_good_advantage_of_tokens_passes_and_is_nothing_where_the_policy_chose_nothing() -> None:
+    responses = [
+        Response(
+            token_ids=np.arange(len(mask), dtype=np.int32),
+            chosen=np.array(mask, bool),
+            logprobs=np.zeros(len(mask), np.float32),
+            branch_ends=np.array([len(mask)], np.int32),
+        )
+        for mask in ([1, 1, 1], [1, 0, 1])
+    ]
+    estimate = estimator_named("later_less")
+    assert estimate.per_token
+    found = estimate.of_tokens(np.array([0.0, 2.0], np.float32), responses)
+    assert [one.tolist() for one in found] == [[-1.0, -0.5, -0.25], [1.0, 0.0, 0.25]]
 
 
 @pytest.mark.parametrize(
@@ -107,19 +128,23 @@ def test_a_good_advantage_passes() -> None:
         ("one_number", r"returned shape \[\] for 2 rewards: return one number for each"),
         ("no_deviation", r"returned \[nan, nan, nan\] for rewards \[1.0, 1.0, 1.0\]"),
         ("reinforce", r"cannot be called with \(rewards\)"),
+        ("takes_responses", r"cannot be called with \(rewards\).*says takes_responses.per_token = True"),
+        ("forgets_one", r"returned 1 arrays for 2 responses: return a list with an array for each"),
+        ("chosen_alone", r"returned shape \[3\] for response 1, which has 4 tokens: .* also for those that the policy"),
+        ("last_is_nan", r"returned nan for token 0 of response 0, the first of 1"),
+        ("words", r"returned no numbers of response 0: could not convert string"),
+        ("counts_calls", r"must look at its group alone, and remember nothing"),
     ],
 )
 def test_bad_advantages_are_named_with_what_to_do(function: str, says: str) -> None:
     algorithms.seen.clear()
     with pytest.raises(AlgorithmError, match=says):
-        own_advantage(f"{HERE}:{function}", f"{HERE}:{function}")
+        estimator_named(function)
 
 
 def test_an_advantage_that_fails_in_the_run_is_no_number() -> None:
-    estimate = own_advantage(f"{HERE}:best_only", f"{HERE}:best_only")
-    assert estimate is not None
     with pytest.raises(RewardError, match=r"best_only.*raised ValueError"):
-        estimate(np.zeros(0, np.float32))
+        estimator_named("best_only").of_samples(np.zeros(0, np.float32))
 
 
 def test_ours_are_found_by_name() -> None:
@@ -131,13 +156,31 @@ def test_ours_are_found_by_name() -> None:
 # -- before the run
 
 
+@pytest.mark.parametrize("of_a_part", [False, True])
 @pytest.mark.parametrize("which", ["loss", "advantage"])
-def test_the_check_of_a_run_tries_them(which: str) -> None:
-    bad = {"loss": "whitens", "advantage": "no_deviation"}[which]
-    settings = Settings(algorithm=AlgorithmSettings(**{which: f"{HERE}:{bad}"}), trainer=TrainerSettings(device="cpu"))
+def test_the_check_of_a_run_tries_them(which: str, of_a_part: bool) -> None:
+    def settings_with(function: str) -> Settings:
+        own, trainer = {which: f"{HERE}:{function}"}, TrainerSettings(device="cpu")
+        if of_a_part:
+            return Settings(data=DataSettings(mix={"a": DataPart(**own), "b": DataPart()}), trainer=trainer)
+        return Settings(algorithm=AlgorithmSettings(**own), trainer=trainer)
+
+    bad, good = {"loss": ("whitens", "clipped"), "advantage": ("no_deviation", "best_only")}[which]
     with pytest.raises(AlgorithmError, match=bad) as failure:
-        check_workers(settings, TrialRows(rows=[]))
+        check_workers(settings_with(bad), TrialRows(rows=[]))
     assert exit_code(failure.value) == 2
-    good = {"loss": "clipped", "advantage": "best_only"}[which]
-    settings = Settings(algorithm=AlgorithmSettings(**{which: f"{HERE}:{good}"}), trainer=TrainerSettings(device="cpu"))
-    check_workers(settings, TrialRows(rows=[]))
+    check_workers(settings_with(good), TrialRows(rows=[]))
+
+
+def test_a_loss_is_tried_as_each_part_has_it() -> None:
+    loss = loaded("clipped")
+    good = Objective(loss=loss.name, own_loss=loss)
+    try_losses(Objective(of_parts={"a": good}))
+    bad = loaded("whitens")
+    with pytest.raises(AlgorithmError, match="whitens"):
+        try_losses(Objective(of_parts={"a": good, "b": Objective(loss=bad.name, own_loss=bad)}))
+
+
+def test_what_is_of_the_whole_batch_is_the_same_in_all_parts() -> None:
+    with pytest.raises(ValueError, match="aggregation is of the whole mini-batch: part 'a' cannot have its own"):
+        Objective(of_parts={"a": Objective(aggregation="sequence_mean")})

@@ -49,13 +49,18 @@ AdvantageName = Annotated[
         description='"group_std", "mean_only", "rloo", "batch_std", "gae", or module:function of yours',
     ),
 ]
-LossName = Annotated[
+PartAdvantage = Annotated[
     str,
     Meta(
-        pattern=rf"^(ppo_clip|cispo|gspo|sequence_clip|{_OWN})\Z",
-        description='"ppo_clip", "cispo", "gspo", "sequence_clip", or module:function of yours',
+        pattern=rf"^(|group_std|mean_only|rloo|{_OWN})\Z",
+        description='"group_std", "mean_only", "rloo", or module:function of yours',
     ),
 ]
+_LOSSES = "ppo_clip|cispo|gspo|sequence_clip"
+_LOSS_WORDS = '"ppo_clip", "cispo", "gspo", "sequence_clip", or module:function of yours'
+LossName = Annotated[str, Meta(pattern=rf"^({_LOSSES}|{_OWN})\Z", description=_LOSS_WORDS)]
+PartLoss = Annotated[str, Meta(pattern=rf"^(|{_LOSSES}|{_OWN})\Z", description=_LOSS_WORDS)]
+ImitationBound = Annotated[float, Meta(ge=-MAX_NUMBER)]
 FunctionName = Annotated[str, Meta(pattern=rf"^(|code|{_OWN})\Z", description='module:function, or "code"')]
 EnvironmentName = Annotated[
     str, Meta(pattern=rf"^(|calculator|{_OWN})\Z", description='"calculator" or module:function')
@@ -138,7 +143,17 @@ class DataPart(Section, frozen=True, kw_only=True, omit_defaults=True):
     max_reward: float | None = None  # only prompts whose mean reward in data.rewards is below this; out: all
     environment: PartEnvironment = ""  # what its responses talk to; empty: environment.name; none: nothing, one turn
     environment_params: dict[str, ParamValue] = {}  # of the environment that it names
-    advantage: Literal["", "group_std", "mean_only", "rloo"] = ""  # of its groups; empty: algorithm.advantage
+    advantage: PartAdvantage = ""  # of its groups; empty: algorithm.advantage
+    loss: PartLoss = ""  # of its tokens; empty: algorithm.loss
+    clip_low: Share | None = None  # as in [algorithm], of its tokens; out: algorithm.clip_low
+    clip_high: Positive | None = None  # likewise
+    importance_cap: NotNegative | None = None  # likewise
+    overlong_share: ShareOrNone | None = None  # likewise, of its rewards
+    overlong_penalty: NotNegative | None = None  # likewise
+    rl_coef: NotNegative | None = None  # likewise, of its tokens
+    ce_coef: NotNegative | None = None  # likewise
+    ce_above: ImitationBound | None = None  # likewise
+    kl_coef: NotNegative | None = None  # likewise
 
 
 class DataSettings(Section, frozen=True, kw_only=True):
@@ -354,7 +369,7 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
     functions_path: str = ""  # directory of a module:function in advantage or loss; empty: only what is installed
     rl_coef: NotNegative = 1.0  # factor of the policy loss; 0: rewards train nothing
     ce_coef: NotNegative = 0.0  # factor of the cross-entropy of responses, which are then imitated; 0: none are
-    ce_above: Annotated[float, Meta(ge=-MAX_NUMBER)] = -MAX_NUMBER  # responses with a reward above it are imitated
+    ce_above: ImitationBound = -MAX_NUMBER  # responses with a reward above it are imitated
     kl_estimator: Literal["k3", "reverse"] = "k3"  # of that KL: k3 as GRPO; reverse: its own gradient, to distill
     teacher: str = ""  # model.path of the reference model, of the same vocabulary; empty: the base model
     teacher_url: ServerUrl = ""  # a server of SGLang or vLLM that serves the teacher; empty: scoring workers load it
@@ -704,9 +719,30 @@ class Settings(Section, frozen=True, kw_only=True):
         return sorted({environment.name for environment in self.environments.values() if ":" in environment.name})
 
     @property
+    def algorithms(self) -> dict[str, AlgorithmSettings]:
+        """What rows are trained with, by their part of the data; "": those of none, and of parts that have nothing of
+        their own. What of a part is named as in [algorithm] stands over it."""
+        kinds = (DataPart, AlgorithmSettings)
+        shared = set[str].intersection(*({field.name for field in msgspec.structs.fields(kind)} for kind in kinds))
+        found = {"": self.algorithm}
+        for name, part in self.data.mix.items():
+            if own := {key: value for key in shared if (value := getattr(part, key)) not in ("", None)}:
+                found[name] = msgspec.structs.replace(self.algorithm, **own)
+        return found
+
+    def own_functions(self, kind: Literal["advantage", "loss"]) -> list[str]:
+        """The user's own among the run's advantages, or its losses: module:function each."""
+        return sorted({name for one in self.algorithms.values() if ":" in (name := getattr(one, kind))})
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss of any row has a KL to the reference model."""
+        return any(algorithm.kl_coef > 0 for algorithm in self.algorithms.values())
+
+    @property
     def scoring_tasks(self) -> dict[str, bool]:
         """What scoring workers do in this run, and whether a model is loaded for it."""
-        reference = {"reference": not self.algorithm.teacher_url} if self.algorithm.kl_coef > 0 else {}
+        reference = {"reference": not self.algorithm.teacher_url} if self.has_reference else {}
         return {"reward": bool(self.scoring.reward_model), **reference, "advantages": False}
 
     @property

@@ -198,12 +198,12 @@ class Column(StrEnum):
     # of the row, written by scoring
     REWARD = "reward"  # float32 [1]
     REWARD_COMPONENTS = "reward_components"  # JSON: name -> number
-    REFERENCE_LOGPROBS = "reference_logprobs"  # float32 [R]
+    REFERENCE_LOGPROBS = "reference_logprobs"  # float32 [R]; 0 where the loss of the row's part has no KL
     ADVANTAGE = "advantage"  # float32 [1]
     # likewise, with a critic (docs/ppo.md); 0 at tokens that the policy did not choose
     VALUES = "values"  # float32 [R], return that the critic expected before each token
     VALUE_WEIGHTS = "value_weights"  # int32 [2], epoch and version of the critic's weights then
-    TOKEN_ADVANTAGES = "token_advantages"  # float32 [R], in place of ADVANTAGE, which is their mean
+    TOKEN_ADVANTAGES = "token_advantages"  # float32 [R], beside ADVANTAGE, their mean; also of a user's estimator
     RETURNS = "returns"  # float32 [R], what the critic is trained towards
 
 

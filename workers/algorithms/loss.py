@@ -13,7 +13,8 @@ Most terms are sums over tokens; a policy loss that looks at whole rows is one o
     yours            as it likes              as it likes                                 ../user_functions
 
 The whole is three streams of tokens: rl_coef * policy loss + ce_coef * cross-entropy of what is to be imitated +
-kl_coef * KL to the reference model, which may be a teacher.
+kl_coef * KL to the reference model, which may be a teacher. Parts of the data may have streams of their own: a
+mini-batch's sum is that over its rows, each by its part's, and what it is divided by counts all of them.
 
 Owns: the arithmetic on log-probabilities. Never: a model, padding, I/O.
 
@@ -25,8 +26,8 @@ logprob is that of the sampled token under log_softmax(logits / temperature).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -45,6 +46,8 @@ Additive = Literal["tokens", "responses"]
 """What a loss is a sum over: of each token by itself, or of all tokens of a row together."""
 BY_ROW = frozenset({"gspo", "sequence_clip"})
 """Those whose terms look at all tokens of a row."""
+SHARED = ("aggregation", "max_length", "old_logprobs", "given")
+"""What is of the whole mini-batch: what its sum is divided by, and what was recorded of its rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,7 @@ class Objective:
     loss: a PolicyLoss, or the name of ``own_loss``.
     max_length: tokens that a response can have, by which "fixed_length" divides.
     given: nobody sampled the responses, so the rollout's logprobs are none.
+    of_parts: of rows of a part of the data that has its own; they differ in what is of a row alone (``SHARED``).
     """
 
     advantage: str = "group_std"
@@ -72,6 +76,7 @@ class Objective:
     max_length: int = 0
     given: bool = False
     own_loss: OwnLoss | None = None
+    of_parts: Mapping[str, Objective] = field(default_factory=dict[str, "Objective"], hash=False)
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing. Raises ValueError."""
@@ -83,6 +88,18 @@ class Objective:
             raise ValueError("fixed_length divides by max_length, which must be above 0")
         if (self.own_loss is None) != (self.loss in get_args(PolicyLoss)):
             raise ValueError(f"the loss {self.loss!r} is none of ours, and no function of the user's, or both")
+        for part, one in self.of_parts.items():
+            if differing := [name for name in SHARED if getattr(one, name) != getattr(self, name)]:
+                raise ValueError(f"{differing[0]} is of the whole mini-batch: part {part!r} cannot have its own")
+
+    def of(self, part: str) -> Objective:
+        """That of rows of a part of the data; "": of none."""
+        return self.of_parts.get(part, self)
+
+    @property
+    def all(self) -> tuple[Objective, ...]:
+        """Its own, and those of parts."""
+        return self, *self.of_parts.values()
 
     @property
     def by_row(self) -> bool:
@@ -129,9 +146,12 @@ class TokenBatch:
     returns_N: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> TokenBatch:
-        """Tokens [start, stop): a term that is a sum over tokens sums over the parts to that over the whole."""
+        """Tokens [start, stop), whose rows are numbered from 0: a term that is a sum over tokens sums over the parts to
+        that over the whole; one over rows does where no row is cut."""
         columns = {one.name: getattr(self, one.name) for one in fields(self)}
         parts: dict[str, Any] = {name: all_N[start:stop] for name, all_N in columns.items() if all_N is not None}
+        if self.row_N is not None and start < stop:
+            parts["row_N"] = parts["row_N"] - parts["row_N"][0]
         return TokenBatch(**parts)
 
 
@@ -270,7 +290,7 @@ class LossTerm:
 
 
 def loss_terms(objective: Objective) -> tuple[LossTerm, ...]:
-    """The terms that this objective sums."""
+    """The terms that this objective sums, of rows of no part that has its own."""
     terms = {
         LossTerm(name="rl", additive=True, per_token=_policy_term_N): objective.rl_coef,
         LossTerm(name="ce", additive=True, per_token=cross_entropy_N): objective.ce_coef,
@@ -290,10 +310,10 @@ class LossMetrics:
     """Sums over tokens (and one maximum), so that pieces and ranks add up to what the whole batch would have said.
 
     loss: weighted sum.  tokens: N.  clipped_low, clipped_high: tokens whose gradient the clip removed.  kl: to the
-    reference.  mismatch, mismatch_max: |trainer - rollout logprob|.  mismatch_k3, mismatch_tv: KL and total variation
-    between the two, as the rollout's tokens estimate them.  rows, loss_tokens: all that were handed over, also those
-    that have no gradient and were not computed: the normalisers.  advantage_squares: of those rows.  entropy: over all
-    of those, see ``rollout_entropy``.
+    reference, of kl_tokens, whose loss has it.  mismatch, mismatch_max: |trainer - rollout logprob|.  mismatch_k3,
+    mismatch_tv: KL and total variation between the two, as the rollout's tokens estimate them.  rows, loss_tokens: all
+    that were handed over, also those that have no gradient and were not computed: the normalisers.  advantage_squares:
+    of those rows.  entropy: over all of those, see ``rollout_entropy``.
     """
 
     loss: float = 0.0
@@ -301,6 +321,7 @@ class LossMetrics:
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     kl: float = 0.0
+    kl_tokens: float = 0.0
     entropy: float = 0.0
     mismatch: float = 0.0
     mismatch_max: float = 0.0
@@ -333,14 +354,13 @@ class LossMetrics:
         """
         means = {"entropy": self.entropy / self.loss_tokens} if self.loss_tokens and not given else {}
         means["computed_tokens"] = tokens = self.tokens
-        if not tokens:
+        if self.kl_tokens:
+            means["kl"] = self.kl / self.kl_tokens
+        if not tokens or given:
             return means
-        if given:
-            return means | {"kl": self.kl / tokens}
         return means | {
             "clip_fraction_low": self.clipped_low / tokens,
             "clip_fraction_high": self.clipped_high / tokens,
-            "kl": self.kl / tokens,
             "logprob_mismatch": self.mismatch / tokens,
             "logprob_mismatch_max": self.mismatch_max,
             "mismatch_k3": self.mismatch_k3 / tokens,
@@ -363,7 +383,7 @@ def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective
     """What one piece adds to the metrics. logprobs_N: of the weights that computed ``loss``."""
     ratio_N = policy_ratio_N(logprobs_N, tokens, objective)
     negative_N, positive_N = tokens.advantages_N < 0, tokens.advantages_N > 0
-    reference_N = tokens.reference_logprobs_N
+    reference_N = tokens.reference_logprobs_N if objective.kl_coef > 0 else None
     mismatch_N = (logprobs_N - tokens.rollout_logprobs_N).abs()
     return LossMetrics(
         loss=loss.item(),
@@ -371,6 +391,7 @@ def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective
         clipped_low=((ratio_N < 1 - objective.clip_low) & negative_N).sum().item(),
         clipped_high=((ratio_N > 1 + objective.clip_high) & positive_N).sum().item(),
         kl=0.0 if reference_N is None else k3_kl_N(logprobs_N, reference_N).sum().item(),
+        kl_tokens=0.0 if reference_N is None else float(logprobs_N.numel()),
         mismatch=mismatch_N.sum().item(),
         mismatch_max=mismatch_N.max().item() if mismatch_N.numel() else 0.0,
         mismatch_k3=k3_kl_N(tokens.rollout_logprobs_N, logprobs_N).sum().item(),

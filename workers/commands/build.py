@@ -407,12 +407,11 @@ async def trainer_worker(
         learner = EmulatedLearner(settings.emulated, publisher, time.sleep, compares=compares)
     else:
         from workers.trainer.policy.policy_learner import PolicyLearner, objective_of
-        from workers.user_functions.loss import own_loss, try_loss
+        from workers.user_functions.loss import own_losses, try_losses
 
-        own = own_loss(settings.algorithm.loss, loss, functions_path)
-        objective = objective_of(settings, own)
-        if own is not None:
-            await asyncio.to_thread(try_loss, own, objective)
+        names = {algorithm.loss for algorithm in settings.algorithms.values()}
+        objective = objective_of(settings, own_losses(names, loss, functions_path))
+        await asyncio.to_thread(try_losses, objective)
         learner = PolicyLearner(
             settings,
             model_dir,

@@ -12,13 +12,13 @@ import importlib.util
 import shutil
 
 from transport.contracts.messages import TrialRows, part_of
-from transport.contracts.settings import SERVER_ENGINES, AlgorithmSettings, GenerationSettings, Settings
+from transport.contracts.settings import SERVER_ENGINES, GenerationSettings, Settings
 from workers.environments.pool import Environments
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, ModelError
 from workers.models import choose_device, try_chat_template
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
-from workers.user_functions.advantage import own_advantage
+from workers.user_functions.advantage import own_advantages
 
 
 def check_workers(settings: Settings, trial: TrialRows) -> None:
@@ -34,7 +34,7 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
         choose_device(settings.critic.device, "critic.device")
     if generation.engine == "embedded" and generation.device.startswith("cuda"):
         choose_device(generation.device, "generation.device")
-    _try_functions(settings.algorithm, settings)
+    _try_functions(settings)
     if settings.scoring.reward:
         asyncio.run(_try_reward(settings, trial))
     if settings.scoring.reward_model:
@@ -45,16 +45,15 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
         asyncio.run(_try_environment(settings, trial))
 
 
-def _try_functions(algorithm: AlgorithmSettings, settings: Settings) -> None:
+def _try_functions(settings: Settings) -> None:
     """Raises AlgorithmError: an advantage or a loss of the user's is none."""
-    if ":" in algorithm.advantage:
-        own_advantage(algorithm.advantage, algorithm.advantage, algorithm.functions_path)
-    if ":" in algorithm.loss:
+    path, names = settings.algorithm.functions_path, settings.own_functions("advantage")
+    own_advantages(names, ",".join(names), path)
+    if names := settings.own_functions("loss"):
         from workers.trainer.policy.policy_learner import objective_of
-        from workers.user_functions.loss import own_loss, try_loss  # torch
+        from workers.user_functions.loss import own_losses, try_losses  # torch
 
-        if (own := own_loss(algorithm.loss, algorithm.loss, algorithm.functions_path)) is not None:
-            try_loss(own, objective_of(settings, own))
+        try_losses(objective_of(settings, own_losses(names, ",".join(names), path)))
 
 
 def _check_engine(generation: GenerationSettings) -> None:

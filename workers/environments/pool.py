@@ -31,7 +31,7 @@ from workers.environments.environment import BUILT_IN, Answer, Failed, Observed,
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError
 from workers.scoring.child import GRACE_S, ChildProcess, child_environment
 from workers.scoring.jail import Jail
-from workers.user_functions.imports import check_allowed
+from workers.user_functions.imports import allowed_functions
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +59,7 @@ def environment_setup(environment: EnvironmentSettings, allowed: str, path: str)
     Raises: EnvironmentSetupError: the run's setting names another function. A setting alone never imports code.
     """
     wanted = environment.name
-    check_allowed("environment", wanted, allowed, OPTIONS, EnvironmentSetupError)
+    allowed_functions("environment", [wanted], allowed, OPTIONS, EnvironmentSetupError)
     return Setup(
         name=wanted,
         path=str(Path(path).resolve()) if path else "",
@@ -331,12 +331,9 @@ class Environments:
 
     def __init__(self, settings: Settings, allowed: str, path: str) -> None:
         """allowed, path: see ``environment_setup``, several with commas between them. Raises EnvironmentSetupError."""
-        wanted, granted = settings.environments, {*filter(None, allowed.split(","))}
+        wanted = settings.environments
         names = {environment.name for environment in wanted.values()}
-        if unused := sorted(granted - names):
-            raise EnvironmentSetupError(
-                f"the run uses the environment {', '.join(sorted(names))!r}; drop --environment {unused[0]}"
-            )
+        granted = allowed_functions("environment", names, allowed, OPTIONS, EnvironmentSetupError)
         self._pools: dict[str, EnvironmentPool] = {}
         made: list[tuple[EnvironmentSettings, EnvironmentPool]] = []
         for part, environment in wanted.items():

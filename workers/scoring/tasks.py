@@ -1,7 +1,7 @@
 """The scoring tasks: "reward" and "reference" of one sample, and "advantages" of a group that has all its rewards.
 
 Owns: detokenisation, the columns that each task writes, the group's step from rewards to GroupScored. Never: the reward
-itself (reward_pool.py), the arithmetic of advantages (workers/algorithms), torch without a critic. Invariant:
+itself (reward_pool.py), how rewards become advantages (estimates.py), torch. Invariant:
 GroupScored is appended with the insert of the group's advantages, hence exactly once.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import msgspec
@@ -26,8 +27,9 @@ from transport.contracts.settings import AlgorithmSettings
 from transport.contracts.types import Column, GroupId, RowId, WorkerId, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
-from workers.algorithms.advantage import has_signal, overlong_penalty
+from workers.algorithms.advantage import overlong_penalty
 from workers.models import Detokenize
+from workers.scoring.estimates import Estimate
 from workers.scoring.rewards import Reward, RewardSource
 from workers.trainer.learner import PromptGroup, TrainingSample
 
@@ -96,13 +98,8 @@ def _scored(row_id: RowId, reward: Reward) -> Commit:
     return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
 
 
-Estimate = Callable[[NDArray[np.float32]], NDArray[np.float32]]
-"""[G] rewards of a group -> [G] advantages."""
-
-
 class AdvantageTask:
-    """estimate: advantages of a group's rewards, of_parts: of groups of a part that has its own; None: those of tokens
-    follow from a critic's values.
+    """algorithms, estimates: of groups by their part of the data; "": of those whose part has none of its own.
 
     max_group_size: samples that a group can have.  max_tokens: that a response can have.
     mixed: prompts are of parts, which their entries name.
@@ -112,24 +109,22 @@ class AdvantageTask:
         self,
         rows: RowStore,
         worker_id: WorkerId,
-        algorithm: AlgorithmSettings,
-        estimate: Estimate | None,
+        algorithms: Mapping[str, AlgorithmSettings],
+        estimates: Mapping[str, Estimate],
         *,
         max_group_size: int,
         max_tokens: int,
         mixed: bool = False,
-        of_parts: Mapping[str, Estimate] | None = None,
     ) -> None:
         self._rows = rows
         self._worker_id = worker_id
-        self._algorithm = algorithm
-        self._estimate = estimate
+        self._algorithms = algorithms
+        self._estimates = estimates
         self._max_group_size = max_group_size
         self._max_tokens = max_tokens
         self._mixed = mixed
-        self._of_parts = of_parts or {}
-        of_critic = (Column.VALUES, Column.VALUE_WEIGHTS, Column.LOSS_MASK) if algorithm.advantage == "gae" else ()
-        self._columns = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO, *of_critic)
+        read = {column for estimate in estimates.values() for column in (*estimate.needs, *estimate.reads)}
+        self._columns = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO, *sorted(read))
 
     async def __call__(self, unit: Unit) -> Commit:
         """Advantages of one whole group. Raises MessageError for rows whose columns do not decode; RewardError."""
@@ -138,22 +133,25 @@ class AdvantageTask:
         rows = {row: columns for row, columns in zip(ids, read, strict=True) if Column.REWARD in columns}
         if not rows:
             return Commit()  # the group was dropped
-        part = await self._part(unit.group_id) if self._mixed else ""
+        part = await _part(self._rows, unit.group_id) if self._mixed else ""
+        algorithm = self._algorithms.get(part, self._algorithms[""])
+        estimate = self._estimates.get(part, self._estimates[""])
+        if lost := tuple(row for row, columns in rows.items() if not columns.keys() >= {*estimate.needs}):
+            return Commit(appends=(event_append(RowsMissing(row_ids=lost), row=lost[0], worker=self._worker_id),))
         rewards = [decode_scalar(Column.REWARD, columns[Column.REWARD]) for columns in rows.values()]
         infos = [rollout_info_decoder.decode(columns.get(Column.ROLLOUT_INFO, b"")) for columns in rows.values()]
         shaped = np.asarray(rewards, np.float32) + overlong_penalty(
             [info.response_tokens for info in infos],
             max_tokens=self._max_tokens,
-            share=self._algorithm.overlong_share,
-            penalty=self._algorithm.overlong_penalty,
+            share=algorithm.overlong_share,
+            penalty=algorithm.overlong_penalty,
         )
-        estimate = self._of_parts.get(part, self._estimate)
-        found = self._advantages(shaped, [*rows.values()], estimate)
+        found = estimate.written(shaped, [*rows.values()])
         scored = GroupScored(
             group_id=unit.group_id,
             rewards=tuple(rewards),
             response_tokens=tuple(info.response_tokens for info in infos),
-            signal=self._has_signal(shaped, found, own=part not in self._of_parts and ":" in self._algorithm.advantage),
+            signal=estimate.has_signal(shaped, found),
             components=_mean_components([*rows.values()]),
             value_versions=_value_versions([*rows.values()]),
             environment_tokens=sum(info.environment_tokens for info in infos),
@@ -170,50 +168,11 @@ class AdvantageTask:
         ]
         return Commit(rows=writes)
 
-    async def _part(self, group_id: GroupId) -> str:
-        """Raises MessageError."""
-        (group,) = await self._rows.read_groups([group_id], [Column.TASK_ENTRY])
-        return part_of(group.get(Column.TASK_ENTRY, b""))
 
-    def _advantages(
-        self, rewards: NDArray[np.float32], rows: Sequence[Mapping[Column, bytes]], estimate: Estimate | None
-    ) -> list[dict[Column, NDArray[np.float32]]]:
-        """What is written of each row. rewards: [G] of them."""
-        if estimate is not None:
-            advantages = estimate(rewards)
-            return [{Column.ADVANTAGE: advantages[index : index + 1]} for index in range(len(rows))]
-        gamma, lam = self._algorithm.gamma, self._algorithm.gae_lambda
-        return [_token_advantages(float(reward), row, gamma, lam) for reward, row in zip(rewards, rows, strict=True)]
-
-    def _has_signal(
-        self, rewards: NDArray[np.float32], found: Sequence[Mapping[Column, NDArray[np.float32]]], *, own: bool
-    ) -> bool:
-        """Whether the group is worth training. found: its advantages.  own: an estimator of the user's gave them."""
-        if own:
-            return any(bool(columns[Column.ADVANTAGE].any()) for columns in found)
-        return self._estimate is None or has_signal(rewards)
-
-
-def _token_advantages(
-    reward: float, row: Mapping[Column, bytes], gamma: float, lam: float
-) -> dict[Column, NDArray[np.float32]]:
-    """Of the tokens that the policy chose, the last of which has the reward; 0 at all others, which are no steps."""
-    from torch import from_numpy, zeros_like  # only with a critic
-
-    from workers.algorithms.gae import gae
-
-    values = decode_array(Column.VALUES, row[Column.VALUES])
-    mask = row.get(Column.LOSS_MASK)
-    chosen = np.ones(len(values), bool) if mask is None else decode_array(Column.LOSS_MASK, mask).astype(bool)
-    advantages, returns = np.zeros(len(values), np.float32), np.zeros(len(values), np.float32)
-    if chosen.any():
-        expected = from_numpy(values[chosen])
-        rewards = zeros_like(expected)
-        rewards[-1] = reward
-        found, targets = gae(rewards, expected, gamma, lam)
-        advantages[chosen], returns[chosen] = found.numpy(), targets.numpy()
-    mean = advantages[chosen].mean(keepdims=True) if chosen.any() else np.zeros(1, np.float32)
-    return {Column.ADVANTAGE: mean, Column.TOKEN_ADVANTAGES: advantages, Column.RETURNS: returns}
+async def _part(rows: RowStore, group_id: GroupId) -> str:
+    """Raises MessageError."""
+    (group,) = await rows.read_groups([group_id], [Column.TASK_ENTRY])
+    return part_of(group.get(Column.TASK_ENTRY, b""))
 
 
 def _value_versions(rows: Sequence[Mapping[Column, bytes]]) -> tuple[int, ...]:
@@ -242,13 +201,22 @@ class ReferenceTask:
     """Logprobs of each response under the model that training started from, or a teacher; only with ``kl_coef`` > 0.
 
     logprobs: [R] of a row's response, given the row and it with its prompt; asked for many rows together. May raise
-    RewardError.
+    RewardError.  asked: by part of the data, "" for those that have nothing of their own, whether its loss has a KL:
+    of the others' rows nobody is asked, and all are 0.
     """
 
-    def __init__(self, rows: RowStore, worker_id: WorkerId, logprobs: RowLogprobs) -> None:
+    def __init__(
+        self,
+        rows: RowStore,
+        worker_id: WorkerId,
+        logprobs: RowLogprobs,
+        *,
+        asked: Mapping[str, bool] = MappingProxyType({"": True}),
+    ) -> None:
         self._rows = rows
         self._worker_id = worker_id
         self._logprobs = logprobs
+        self._asked = asked
 
     @staticmethod
     def computed(
@@ -264,7 +232,9 @@ class ReferenceTask:
         if isinstance(group, Commit):
             return group
         row_id, column = RowId(unit.unit_id), Column.REFERENCE_LOGPROBS
-        logprobs = await self._logprobs(row_id, group)
+        part = await _part(self._rows, unit.group_id) if len(self._asked) > 1 else ""
+        asked = self._asked.get(part, self._asked[""])
+        logprobs = await self._logprobs(row_id, group) if asked else np.zeros_like(group.samples[0].rollout_logprobs)
         return Commit(rows=(RowWrite(row_id=row_id, columns={column: encode_array(column, logprobs)}),))
 
 

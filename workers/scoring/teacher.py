@@ -40,7 +40,7 @@ def teacher_of(settings: Settings, allowed: str, key: str, model_dir: Path) -> T
     Raises ModelError: it is another.
     """
     wanted = settings.algorithm.teacher_url
-    if wanted != allowed and settings.algorithm.kl_coef > 0 and wanted:
+    if wanted != allowed and settings.has_reference and wanted:
         raise ModelError(
             f"algorithm.teacher_url = {wanted!r} is not what this worker may ask ({allowed or 'none'}): start it with "
             f"--teacher-url {wanted}"

@@ -35,15 +35,14 @@ from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
 from transport.rows.columns import RowStore
-from workers.algorithms.advantage import estimator
 from workers.errors import ModelError, RewardError, RewardTimeoutError
 from workers.leases.lifecycle import Activity, BusyMeter, Leases
 from workers.models import load_detokenizer, model_cache, prepare_model
+from workers.scoring.estimates import estimates_of
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
 from workers.scoring.tasks import AdvantageTask, Handle, ReferenceTask, RewardTask, RowLogprobs, Unit
 from workers.scoring.teacher import Teacher
-from workers.user_functions.advantage import own_advantage
 
 log = structlog.get_logger(__name__)
 
@@ -93,9 +92,7 @@ class ScoringWorker:
             has = ", ".join(settings.scoring_tasks)
             raise ModelError(f"--tasks: run {settings.run.name!r} has no task {unknown[0]!r}; it has {has}")
         spec = reward_spec(settings, allowed_reward, reward_path)
-        own = own_advantage(settings.algorithm.advantage, allowed_advantage, functions_path)
-        by_critic = settings.has_critic
-        self._estimate = None if by_critic else own or estimator(settings.algorithm.advantage)
+        self._estimates = estimates_of(settings, allowed_advantage, functions_path)
         self._pool = open_pool(settings, spec, processes=REWARD_PROCESSES) if "reward" in self._tasks else None
         self._teacher = teacher
         self._consumers: dict[str, TaskConsumer] = {}
@@ -151,17 +148,15 @@ class ScoringWorker:
             handles["advantages"] = AdvantageTask(
                 self._rows,
                 self._worker_id,
-                settings.algorithm,
-                self._estimate,
+                settings.algorithms,
+                self._estimates,
                 max_group_size=settings.pipeline.group_size,
                 max_tokens=settings.sampling.max_new_tokens,
                 mixed=bool(settings.data.mix),
-                of_parts={
-                    name: estimator(part.advantage) for name, part in settings.data.mix.items() if part.advantage
-                },
             )
         if "reference" in self._tasks:
-            handles["reference"] = ReferenceTask(self._rows, self._worker_id, await self._reference())
+            asked = {part: algorithm.kl_coef > 0 for part, algorithm in settings.algorithms.items()}
+            handles["reference"] = ReferenceTask(self._rows, self._worker_id, await self._reference(), asked=asked)
         return handles
 
     async def _reference(self) -> RowLogprobs:

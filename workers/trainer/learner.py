@@ -81,11 +81,15 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGroup:
-    """Samples of one prompt that are trained together. prompt_ids: [P] int32, P >= 1."""
+    """Samples of one prompt that are trained together.
+
+    prompt_ids: [P] int32, P >= 1.  part: of ``[data.mix]``, where it has an objective of its own.
+    """
 
     group_id: GroupId
     prompt_ids: NDArray[np.int32]
     samples: Sequence[TrainingSample]
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ when all its rows are there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
@@ -18,6 +18,7 @@ from transport.contracts.messages import (
     RowsMissing,
     TrainerCommand,
     TrainRound,
+    part_of,
     trainer_command_decoder,
 )
 from transport.contracts.types import Column, GroupId, RowId, row_id
@@ -37,7 +38,7 @@ MISSING_POLL_S = 0.25
 MISSING_REPEAT_S = 10.0
 """Rows still missing are reported again after this long: the first report may be what a broker lost."""
 
-OPTIONAL = (Column.LOSS_MASK, Column.REFERENCE_LOGPROBS, Column.BRANCH_ENDS)
+OPTIONAL = (Column.LOSS_MASK, Column.REFERENCE_LOGPROBS, Column.BRANCH_ENDS, Column.TOKEN_ADVANTAGES)
 REQUIRED = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGE})
 
 Wanted = Sequence[tuple[GroupId, Sequence[RowId]]]
@@ -46,7 +47,8 @@ Wanted = Sequence[tuple[GroupId, Sequence[RowId]]]
 class RoundsReader:
     """Reads on from ``cursor`` until FinishTraining.
 
-    wanted: columns without which a row is not complete, beside REQUIRED.  stall_s: the longest wait for the next
+    wanted: columns without which a row is not complete, beside REQUIRED.  parts: that have an objective of their own;
+    of a group of any other the part is not told.  stall_s: the longest wait for the next
     command, or for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by
     itself what takes too long; it may have been paused.
     """
@@ -63,6 +65,7 @@ class RoundsReader:
         num_parts: int,
         wanted: frozenset[Column],
         stall_s: float,
+        parts: Collection[str] = (),
     ) -> None:
         self._broker = broker
         self._rows = rows
@@ -73,6 +76,8 @@ class RoundsReader:
         self._num_parts = num_parts
         self._required = REQUIRED | wanted
         self._columns = (*self._required, *(column for column in OPTIONAL if column not in wanted))
+        self._of_group = (Column.PROMPT_IDS, *((Column.TASK_ENTRY,) if parts else ()))
+        self._parts = parts
         self._stall_s = stall_s
         self.queue: asyncio.Queue[tuple[str, TrainerCommand, Sequence[PromptGroup]]] = asyncio.Queue(maxsize=AHEAD)
         """(entry id, command, this rank's rows of a TrainRound; none for other commands and for pads)."""
@@ -139,7 +144,7 @@ class RoundsReader:
         """(groups, rows without a required column); a group without its prompt misses all its rows."""
         row_ids = [row for _, rows in wanted for row in rows]
         prompts, columns = await asyncio.gather(
-            self._rows.read_groups([group for group, _ in wanted], (Column.PROMPT_IDS,)),
+            self._rows.read_groups([group for group, _ in wanted], self._of_group),
             self._rows.read_rows(row_ids, self._columns),
         )
         found = dict(zip(row_ids, columns, strict=True))
@@ -156,10 +161,21 @@ class RoundsReader:
                 group_id=group,
                 prompt_ids=decode_array(Column.PROMPT_IDS, prompt[Column.PROMPT_IDS]),
                 samples=[_sample(row, found[row]) for row in rows],
+                part=self._part_of(group, prompt),
             )
             for (group, rows), prompt in zip(wanted, prompts, strict=True)
         ]
         return groups, ()
+
+    def _part_of(self, group_id: GroupId, columns: Mapping[Column, bytes]) -> str:
+        """Raises RoundsError."""
+        if not self._parts:
+            return ""
+        try:
+            part = part_of(columns.get(Column.TASK_ENTRY, b""))
+        except MessageError as error:
+            raise RoundsError(f"group {group_id} cannot be trained: {error}") from error
+        return part if part in self._parts else ""
 
 
 def _sample(row: RowId, columns: Mapping[Column, bytes]) -> TrainingSample:

@@ -179,6 +179,7 @@ class TrainerWorker:
                 part=self._learner.data_rank,
                 num_parts=self._learner.data_size,
                 wanted=self._wanted(),
+                parts=self._settings.algorithms.keys() - {""},
                 stall_s=self._stall_s,
             )
             async with asyncio.TaskGroup() as group:
@@ -202,10 +203,10 @@ class TrainerWorker:
 
     def _wanted(self) -> frozenset[Column]:
         """Columns without which a row is not whole, beside those of every row."""
-        algorithm = self._settings.algorithm
+        algorithms = self._settings.algorithms.values()
         wanted = {
-            Column.REFERENCE_LOGPROBS: algorithm.kl_coef > 0,
-            Column.REWARD: algorithm.selects_by_reward,
+            Column.REFERENCE_LOGPROBS: self._settings.has_reference,
+            Column.REWARD: any(algorithm.selects_by_reward for algorithm in algorithms),
             Column.TOKEN_ADVANTAGES: self._settings.has_critic,
         }
         return frozenset(column for column, needed in wanted.items() if needed)

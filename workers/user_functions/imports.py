@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from workers.errors import FatalError
@@ -42,16 +42,25 @@ def find_in(path: str) -> None:
         sys.path.append(path)
 
 
-def check_allowed(what: str, wanted: str, allowed: str, options: Sequence[str], error: type[FatalError]) -> None:
-    """Raises ``error``: a run wants another function than this process's own command line allows.
+def allowed_functions(
+    what: str, wanted: Collection[str], allowed: str, options: Sequence[str], error: type[FatalError]
+) -> list[str]:
+    """The user's functions among ``wanted``, if this process's own command line names them all, and no others.
 
-    wanted: of the run's settings; one of ours has no colon.  options: that name it, and the directory that it lies in.
+    Args:   wanted: of the run's settings; one of ours has no colon.  allowed: with commas between.
+            options: that name them, and the directory that they lie in.
+    Raises: ``error``: the run wants another, or one is allowed that it does not use.
     """
     option, path = options
-    if allowed not in (wanted, "" if ":" not in wanted else wanted):
-        raise error(
-            f"the run wants {what} {wanted!r}, this worker allows {allowed or '(ours)'!r}; start it with "
-            f"{option} {wanted}, and {path} where its module is not installed"
-            if ":" in wanted
-            else f"the run uses the {what} {wanted!r}; drop {option} {allowed}"
-        )
+    own, names = sorted({name for name in wanted if ":" in name}), [*filter(None, allowed.split(","))]
+    for name in own:
+        if name not in names:
+            raise error(
+                f"the run wants {what} {name!r}, this worker allows {allowed or '(ours)'!r}; start it with "
+                f"{option} {','.join(own)}, and {path} where its module is not installed"
+            )
+    for name in names:
+        if name not in own:
+            uses = ", ".join(sorted(wanted))
+            raise error(f"the run uses the {what} {uses!r}; drop {option} {name}")
+    return own

@@ -14,8 +14,8 @@ Owns: what such a function must be, and whether it is. Never: the streams beside
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from workers.algorithms.loss import Additive, Objective, OwnLoss, TokenBatch
 from workers.errors import AlgorithmError
-from workers.user_functions.imports import check_allowed, find_in, import_function, raised
+from workers.user_functions.imports import allowed_functions, find_in, import_function, raised
 
 OPTIONS = ("--loss", "--functions-path")
 HINT = "name its directory with algorithm.functions_path, on a worker with --functions-path"
@@ -33,31 +33,31 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Between whole and parts: float32 sums of a few tokens differ by less, what depends on others by far more."""
 
 
-def own_loss(wanted: str, allowed: str, path: str = "") -> OwnLoss | None:
-    """The run's own loss; None where it uses one of ours. ``try_loss`` comes next.
+def own_losses(wanted: Collection[str], allowed: str, path: str = "") -> dict[str, OwnLoss]:
+    """The user's losses among the run's, by name. ``try_losses`` comes next.
 
-    Args:   wanted: ``algorithm.loss``.  allowed, path: of this process's own command line.
-    Raises: AlgorithmError: it is not allowed, cannot be imported, or does not say what it is a sum over.
+    Args:   wanted: of the run and its parts, ours among them.  allowed, path: of this process's own command line.
+    Raises: AlgorithmError: one is not allowed, cannot be imported, or does not say what it is a sum over.
     """
-    check_allowed("loss", wanted, allowed, OPTIONS, AlgorithmError)
-    if not allowed:
-        return None
-    find_in(path)
-    function = import_function(allowed, "loss", HINT, AlgorithmError)
+    names = allowed_functions("loss", wanted, allowed, OPTIONS, AlgorithmError)
+    find_in(path if names else "")
+    return {name: _own_loss(name) for name in names}
+
+
+def _own_loss(name: str) -> OwnLoss:
+    function = import_function(name, "loss", HINT, AlgorithmError)
     try:
         inspect.signature(function).bind(None, None, None)
     except (TypeError, ValueError) as error:
-        raise AlgorithmError(
-            f"loss {allowed!r} cannot be called with (logprobs, tokens, objective): {error}"
-        ) from error
+        raise AlgorithmError(f"loss {name!r} cannot be called with (logprobs, tokens, objective): {error}") from error
     said: Any = getattr(function, "additive", None)
     if said not in get_args(Additive):
         raise AlgorithmError(
-            f"loss {allowed!r} says additive = {said!r}: write {allowed.partition(':')[2]}.additive = "
+            f"loss {name!r} says additive = {said!r}: write {name.partition(':')[2]}.additive = "
             '"tokens" below it if the loss of a token looks at that token alone, or "responses" if it looks at its '
             "response alone. One that looks at the whole batch cannot be trained as rows come in"
         )
-    return OwnLoss(name=allowed, additive=said, per_token=_guarded(allowed, function))
+    return OwnLoss(name=name, additive=said, per_token=_guarded(name, function))
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[[Tensor, TokenBatch, Objective], Tensor]:
@@ -85,6 +85,13 @@ class Trial:
     when: str
     logprobs_N: Tensor
     tokens: TokenBatch
+
+
+def try_losses(objective: Objective) -> None:
+    """Try the user's losses, each as every part has it that it trains. Raises as ``try_loss``."""
+    for one in objective.all:
+        if one.own_loss is not None:
+            try_loss(one.own_loss, one)
 
 
 def try_loss(loss: OwnLoss, objective: Objective) -> None:
@@ -161,7 +168,5 @@ def _trials(objective: Objective) -> Iterator[Trial]:
 def _parts(trial: Trial, additive: Additive) -> Iterator[tuple[Tensor, TokenBatch]]:
     start = 0
     for size in ROWS if additive == "responses" else [1] * sum(ROWS):
-        part = trial.tokens.slice(start, start + size)
-        assert part.row_N is not None  # ``_trials`` gave it
-        yield trial.logprobs_N[start : start + size], replace(part, row_N=part.row_N - part.row_N[0])
+        yield trial.logprobs_N[start : start + size], trial.tokens.slice(start, start + size)
         start += size

@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transport.contracts.settings import LoraSettings, Settings
 from transport.contracts.types import GroupId, RowId
-from workers.algorithms.loss import LossMetrics, LossTerm, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
+from workers.algorithms.loss import LossMetrics, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
 from workers.models import choose_device, multiplies_bf16
 from workers.trainer.learner import PromptGroup, TrainingSample
@@ -165,10 +165,9 @@ class PolicyModel:
 
         Raises: ValueError: a loss term that is not additive: it has to wait for the whole mini-batch.
         """
-        terms = loss_terms(objective)
-        if waits := [term.name for term in terms if not term.additive]:
-            raise ValueError(f"loss terms {waits} are not sums over tokens: they cannot be streamed")
-        calls = [LossCall(batch, objective, terms) for batch in batches]
+        if waits := {term.name for one in objective.all for term in loss_terms(one) if not term.additive}:
+            raise ValueError(f"loss terms {sorted(waits)} are not sums over tokens: they cannot be streamed")
+        calls = [LossCall(batch, objective) for batch in batches]
         if self._pipeline is not None:
             self._pipeline.backward(calls)
         else:
@@ -228,38 +227,59 @@ class PolicyModel:
 class LossCall:
     """One micro-batch, and what its forward pass finds out. objective: None for logprobs alone."""
 
-    def __init__(
-        self, batch: PackedBatch, objective: Objective | None = None, terms: tuple[LossTerm, ...] = ()
-    ) -> None:
+    def __init__(self, batch: PackedBatch, objective: Objective | None = None) -> None:
         self.batch = batch
         self.objective = objective
-        self._terms = terms
+        self._spans = spans_of(batch, objective) if objective is not None else []
         self._gradient: Tensor | None = None
         self.metrics = LossMetrics()
 
     @property
     def wants_rows(self) -> bool:
         """Whether ``look_at_rows`` has to come first."""
-        return self.objective is not None and self.objective.by_row
+        return any(objective.by_row for objective, _ in self._spans)
 
     def look_at_rows(self, logprobs_N: Tensor) -> None:
         """Take the gradient of all tokens from what they are together. One pass of the head more than by tokens."""
-        self._gradient = self._gradient_of(logprobs_N, self.batch.tokens)
+        self._gradient = self._gradient_of(logprobs_N, slice(0, len(logprobs_N)))
 
     def token_gradient(self, logprobs: Tensor, part: slice) -> Tensor:
         """d(loss)/d(logprobs) of some tokens: what a sum over tokens can say piece by piece."""
         if self._gradient is not None:
             return self._gradient[part]
-        return self._gradient_of(logprobs, self.batch.tokens.slice(part.start, part.stop))
+        return self._gradient_of(logprobs, part)
 
-    def _gradient_of(self, logprobs: Tensor, tokens: TokenBatch) -> Tensor:
-        assert self.objective is not None
+    def _gradient_of(self, logprobs: Tensor, part: slice) -> Tensor:
+        """logprobs: of the tokens of ``part``."""
+        found: list[Tensor] = []
+        for objective, span in self._spans:
+            start, stop = max(span.start, part.start), min(span.stop, part.stop)
+            if start < stop:
+                logprobs_n = logprobs[start - part.start : stop - part.start]
+                found.append(self._gradient_by(objective, logprobs_n, self.batch.tokens.slice(start, stop)))
+        return torch.cat(found) if found else torch.zeros_like(logprobs)
+
+    def _gradient_by(self, objective: Objective, logprobs: Tensor, tokens: TokenBatch) -> Tensor:
         with torch.enable_grad():
             leaf = logprobs.detach().requires_grad_()
-            loss = loss_sum(leaf, tokens, self.objective, self._terms)
+            loss = loss_sum(leaf, tokens, objective, loss_terms(objective))
             (gradient,) = torch.autograd.grad(loss, leaf)
-        self.metrics += loss_metrics(loss, logprobs, tokens, self.objective)
+        self.metrics += loss_metrics(loss, logprobs, tokens, objective)
         return gradient
+
+
+def spans_of(batch: PackedBatch, objective: Objective) -> list[tuple[Objective, slice]]:
+    """What each loss token is trained with: neighbours together, in order, each of whole rows. Empty ones are not."""
+    spans: list[tuple[Objective, slice]] = []
+    start = 0
+    for part, length in zip(batch.row_parts, batch.row_lengths, strict=True):
+        one, stop = objective.of(part), start + length
+        if spans and spans[-1][0] is one:
+            spans[-1] = one, slice(spans[-1][1].start, stop)
+        elif length:
+            spans.append((one, slice(start, stop)))
+        start = stop
+    return spans
 
 
 class PolicyStage(nn.Module):

@@ -18,7 +18,7 @@ lockstep: pads attend to nothing, predict nothing, and get a zero gradient, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ class PackedBatch:
 
     input_ids, position_ids: [1, T] int64, 0 on pads.  attention: one entry a group, in row order.
     predictor_N: [N] int64, the input position whose hidden state predicts the token.  target_N: [N] int64.
-    tokens: what the objective needs.  row_lengths: loss tokens of each row, in order of ``row_ids``.
+    tokens: what the objective needs.  row_lengths, row_parts: loss tokens of each row, and the part of the data that
+    it is of, in order of ``row_ids``.
     """
 
     input_ids: Tensor
@@ -49,6 +50,7 @@ class PackedBatch:
     tokens: TokenBatch
     row_ids: tuple[RowId, ...]
     row_lengths: tuple[int, ...]
+    row_parts: tuple[str, ...]
 
 
 def pack(
@@ -108,6 +110,7 @@ def pack(
         tokens=_token_batch(samples, aggregation, device, dtype),
         row_ids=tuple(sample.row_id for sample in samples),
         row_lengths=tuple(sample.num_loss_tokens for sample in samples),
+        row_parts=tuple(group.part for group in groups for _ in group.samples),
     )
 
 
@@ -140,7 +143,7 @@ def _split_group(group: PromptGroup, max_tokens: int) -> list[PromptGroup]:
             room = max_tokens - len(group.prompt_ids)
         parts[-1].append(sample)
         room -= size
-    return [PromptGroup(group_id=group.group_id, prompt_ids=group.prompt_ids, samples=part) for part in parts if part]
+    return [replace(group, samples=part) for part in parts if part]
 
 
 def _check(group: PromptGroup) -> None:
@@ -178,9 +181,7 @@ def _token_batch(
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     return TokenBatch(
         rollout_logprobs_N=column("rollout_logprobs"),
-        advantages_N=column("advantages")
-        if samples and present("advantages")
-        else per_token([sample.advantage for sample in samples]),
+        advantages_N=_advantages(samples).to(device, dtype),
         weights_N=per_token([token_weight(sample.num_loss_tokens, aggregation) for sample in samples]),
         old_logprobs_N=column("old_logprobs") if present("old_logprobs") else None,
         reference_logprobs_N=column("reference_logprobs") if present("reference_logprobs") else None,
@@ -189,6 +190,17 @@ def _token_batch(
         returns_N=column("returns") if samples and present("returns") else None,
         row_N=torch.from_numpy(np.repeat(np.arange(len(samples)), [one.num_loss_tokens for one in samples])).to(device),
     )
+
+
+def _advantages(samples: Sequence[TrainingSample]) -> Tensor:
+    """[N] float64: of each token its own, or its row's, as that row's estimator has it."""
+    parts = [
+        np.full(sample.num_loss_tokens, sample.advantage)
+        if sample.advantages is None
+        else _chosen(sample, sample.advantages)
+        for sample in samples
+    ]
+    return torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
 
 
 def _chosen(sample: TrainingSample, per_token: NDArray[Any]) -> NDArray[Any]:

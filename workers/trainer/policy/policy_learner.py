@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from transport.broker.base import Broker
 from transport.contracts.messages import WeightManifest, encode
-from transport.contracts.settings import Settings, TrainerSettings
+from transport.contracts.settings import AlgorithmSettings, Settings, TrainerSettings
 from transport.contracts.types import RowId
 from transport.process.storage import Place
 from workers.algorithms.loss import LossMetrics, Objective, OwnLoss, normaliser, rollout_entropy
@@ -220,14 +221,20 @@ def _beside_compute(device: torch.device) -> Iterator[None]:
         yield
 
 
-def objective_of(settings: Settings, own_loss: OwnLoss | None = None) -> Objective:
-    """Of a run. own_loss: what its setting names, where it is a function of the user's."""
-    named = {one.name for one in fields(Objective)} - {"max_length", "given", "own_loss"}
-    chosen = {name: getattr(settings.algorithm, name) for name in named}
-    if not settings.algorithm.selects_by_reward:
-        chosen["ce_above"] = -math.inf  # rows need no reward
-    given = bool(settings.data.response_column)
-    return Objective(**chosen, max_length=settings.sampling.max_new_tokens, given=given, own_loss=own_loss)
+def objective_of(settings: Settings, own_losses: Mapping[str, OwnLoss] = MappingProxyType({})) -> Objective:
+    """Of a run, with those of its parts. own_losses: by name, what its settings name of the user's."""
+    named = {one.name for one in fields(Objective)} - {"max_length", "given", "own_loss", "of_parts"}
+    given, max_length = bool(settings.data.response_column), settings.sampling.max_new_tokens
+
+    def of(algorithm: AlgorithmSettings) -> Objective:
+        chosen = {name: getattr(algorithm, name) for name in named}
+        if not algorithm.selects_by_reward:
+            chosen["ce_above"] = -math.inf  # rows need no reward
+        own_loss = own_losses.get(algorithm.loss)
+        return Objective(**chosen, max_length=max_length, given=given, own_loss=own_loss)
+
+    of_parts = {part: of(algorithm) for part, algorithm in settings.algorithms.items() if part}
+    return replace(of(settings.algorithm), of_parts=of_parts)
 
 
 class TrainStep:
@@ -270,10 +277,9 @@ class TrainStep:
         counts, but is not computed (groups whose rewards are all equal become common as the policy improves).
         """
         rows = [sample for group in groups for sample in group.samples]
-        trains = self._objective.trains
         computed = [
-            replace(group, samples=[self._with_old(s) for s in group.samples if trains(s.has_advantage, s.reward)])
-            for group in groups
+            replace(group, samples=[self._with_old(sample) for sample in self._computed(group)])
+            for group in sorted(groups, key=lambda group: group.part)  # those of one objective lie together
         ]
         computed = [group for group in computed if group.samples]
         for batches in self._in_lockstep(rows, split_by_tokens(computed, self._settings.micro_batch_tokens)):
@@ -288,6 +294,11 @@ class TrainStep:
             )
         num_computed = sum(len(group.samples) for group in computed)
         return PieceDone(num_rows=len(rows), num_tokens=num_tokens, computed_rows=num_computed)
+
+    def _computed(self, group: PromptGroup) -> list[TrainingSample]:
+        """Its rows that have a gradient."""
+        objective = self._objective.of(group.part)
+        return [sample for sample in group.samples if objective.trains(sample.has_advantage, sample.reward)]
 
     def _in_lockstep(
         self, rows: Sequence[TrainingSample], pieces: Sequence[Sequence[PromptGroup]]
@@ -375,10 +386,7 @@ class TrainStep:
         scale = 1.0 / normaliser(self._objective, num_rows=held_rows, num_tokens=held_tokens, advantage_squares=squares)
         stepped = self._take_step(metrics.loss, scale, held_tokens, batch=batch, num_batches=num_batches)
         self._metrics = LossMetrics()
-        means = metrics.means(given=self._objective.given)
-        if not self._objective.kl_coef:
-            means.pop("kl", None)  # there is no reference
-        return {**stepped, **means}
+        return {**stepped, **metrics.means(given=self._objective.given)}
 
     def _take_step(
         self, loss: float, scale: float, num_tokens: int, *, batch: int, num_batches: int
