@@ -284,7 +284,7 @@ class Batch(msgspec.Struct, kw_only=True):
     def surplus(self) -> int:
         """Of an over-sampled batch, unsettled slots beyond those that it wants; below 0 where it lacks some."""
         left = sum(self.unsettled)
-        return min(left, left + len(self.members) - self.num_wanted)
+        return min(left, left + len(self.members) - self.num_wanted) if self.num_wanted else 0
 
     def enqueue(self, group: Group) -> None:
         """It waits for a round of the present phase."""
