@@ -1,4 +1,4 @@
-"""Rolling membership, over-sampling and deferred tails in real processes: every row once, whatever batch it was admitted to."""
+"""Rolling membership, over-sampling, deferred tails in real processes: every row once, whatever batch it began for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rolling membership, over-sampling and deferred tails in whole runs: what they gain, what they bend, what they never break."""
+"""Rolling membership, over-sampling, deferred tails in whole runs: what they gain, and bend, and never break."""
 
 from __future__ import annotations
 
