@@ -157,7 +157,7 @@ def test_a_snapshot_of_before_the_setting_goes_on_and_names_no_group_twice():
         batch.pop("num_deferred", None)
     for group in old["groups"].values():
         group.pop("deferred", None)
-    world.state = PipelineState.restore(msgspec.msgpack.encode(old), settings=CORE)
+    world.state, world.settings = PipelineState.restore(msgspec.msgpack.encode(old), settings=CORE), CORE
     world.run_to_end()
     assert set(world.outcomes) == world.admitted
     dispatched = [name for batch in groups_in(world).values() for name in batch]
