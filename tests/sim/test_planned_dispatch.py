@@ -12,7 +12,7 @@ from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog
-from orchestrator.sim.lengths import LengthModel, long_tailed
+from orchestrator.sim.lengths import LengthModel
 from orchestrator.sim.simulate import simulate
 from tests.fakes.histories import commands_of, events_of
 from transport.contracts.continuous_batching import DecodeCost
@@ -108,29 +108,3 @@ def test_where_memory_is_short_lengths_are_worth_knowing_and_equal_workers_stay_
     plans = [record.event.policy for record, _ in known.history if isinstance(record.event, PlanComputed)]
     assert plans == ["even_longest_first", "balanced"], "first nothing is known of predictions"
     assert measured(known).seconds < 0.95 * measured(even).seconds
-
-
-@pytest.mark.parametrize("times", [1.0, 2.0])
-def test_a_slow_worker_is_found_out_where_memory_is_too_small_for_its_share(times):
-    """Samples wait for memory on every worker: what they waited for is no sign of speed."""
-    cost = DecodeCost(fixed_s=0.01, weights_s=0.02, sample_s=0.0002, kv_token_s=4e-7, kv_capacity_tokens=60_000.0)
-    core = CoreSettings(
-        num_batches=4,
-        groups_per_batch=64,
-        group_size=4,
-        max_staleness=0,
-        update=UpdateMode.BARRIER,
-        dispatch="scored",
-        decode_cost=cost,
-        max_response_tokens=6000,
-        rollout_timeout_s=1e9,
-    )
-    lengths = long_tailed(
-        256, seed=1, median_tokens=1200.0, max_tokens=6000, question_tokens=200, recall=0.87, group_size=4, shared=0.6
-    )
-    costs = CostModel(decode=cost, train=TrainCost(round_s=0.02, token_s=1e-6, optimizer_s=0.2), heartbeat_s=5.0)
-    decode = (cost.scaled(times), cost, cost, cost)
-    log = simulate(Scenario(core=core, workers=4, capacity=256, lengths=lengths, costs=costs, decode=decode, max_s=1e9))
-    first, *others = (worker.slowdown for worker in commands_of(log, ComputePlan)[-1].workers)
-    assert others == [1.0] * 3
-    assert first == 1.0 if times == 1.0 else 1.4 < first < 2.6
