@@ -121,6 +121,9 @@ def audit(
     problems += _named("of an evaluation, and sent to the trainer", of_evaluations)
     for batch_pass, rows in sorted(sent.items()):
         problems += _named(f"batch {batch_pass[0]}, pass {batch_pass[1]}: sent twice", _repeated(rows))
+    for number in sorted({number for _, number in sent}):  # a group that was left to another batch is in that one alone
+        rows = [row for (_, of), in_batch in sorted(sent.items()) if of == number for row in sorted(set(in_batch))]
+        problems += _named(f"pass {number}: sent in two batches", _repeated(rows))
     if checkpoint is not None:
         problems += _check_ledger(sent, checkpoint, passes)
     problems += _named("not in the broker, and in no checkpoint", sorted(missing))

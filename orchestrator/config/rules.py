@@ -109,6 +109,8 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
             "pipeline.rollout_batches pipeline.max_staleness",
             "must be at most max_staleness + 1, or the last of them is too old when it is trained",
         )
+    if s.pipeline.oversampled_tail == "defer":
+        yield from _broken_by_deferring(s)
     yield from _broken_by_streams(s)
     yield from _broken_by_algorithm(s, s.algorithm)
     if s.algorithm.advantage == "gae" and s.pipeline.drop_no_signal:
@@ -135,6 +137,33 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
         yield "trainer.lr_min_share trainer.lr_schedule", 'needs trainer.lr_schedule "linear" or "cosine"'
     if s.trainer.engine == "emulated" and s.trainer.num_ranks != 1:
         yield "trainer.ranks trainer.engine", 'must be 1 with trainer.engine "emulated", whose speed is a setting'
+
+
+def _broken_by_deferring(s: Settings) -> Iterator[tuple[str, str]]:
+    """The slowest groups of a batch are left to the next, with their tokens."""
+    pipeline = s.pipeline
+    if not 0 < pipeline.oversampled_groups < pipeline.groups_per_batch:
+        yield (
+            "pipeline.oversampled_groups pipeline.oversampled_tail pipeline.groups_per_batch",
+            'must be above 0 with pipeline.oversampled_tail "defer", and below pipeline.groups_per_batch: so many '
+            "groups are left to the next batch, which trains all of them",
+        )
+    if pipeline.membership == "rolling":
+        yield (
+            "pipeline.membership pipeline.oversampled_tail",
+            'must be "fixed" with pipeline.oversampled_tail "defer": both move a slow group to a later batch',
+        )
+    if not s.generation.partial_s:
+        yield (
+            "generation.partial_s pipeline.oversampled_tail",
+            'must be above 0 with pipeline.oversampled_tail "defer": a deferred sample goes on from the tokens it has',
+        )
+    if (s.environments or s.endpoint.enabled) and pipeline.update != "in_flight":
+        yield (
+            "pipeline.update pipeline.oversampled_tail environment.name endpoint.enabled",
+            'must be "in_flight" with pipeline.oversampled_tail "defer" and several turns: an episode that is taken '
+            "back starts over",
+        )
 
 
 def _broken_of_endpoint(s: Settings) -> Iterator[tuple[str, str]]:
@@ -287,6 +316,11 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
         yield (
             "ranker.kind pipeline.drop_no_signal",
             'must not be "oracle" where groups are replaced: it knows lengths by the order of prompts',
+        )
+    if s.ranker.kind == "oracle" and s.pipeline.oversampled_tail == "defer":
+        yield (
+            "ranker.kind pipeline.oversampled_tail",
+            'must not be "oracle" where batches take in different numbers of prompts: it knows lengths by their order',
         )
 
 

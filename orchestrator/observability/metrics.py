@@ -57,7 +57,7 @@ GROUPS: Mapping[str, str] = {
     "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv fp8_off",
     "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s publish_wait_s samples_trained "
     "tokens_trained groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead "
-    "rows_in_steps tokens_in_steps",
+    "groups_deferred rows_in_steps tokens_in_steps",
     "critic": "value_staleness value_staleness_max",
     "run": "batch version incarnation time_s eval",
 }
@@ -220,6 +220,11 @@ class MetricsLog:
             case _:
                 pass
 
+    def _deferred(self, batch: int) -> dict[str, int]:
+        """Groups of the batch that an earlier one had begun with."""
+        earlier = sum(batch_of(name) < batch for name in self._members.get(batch, ()))
+        return {"groups_deferred": earlier} if earlier else {}
+
     def _finish(self, event: StepDone, now_s: float) -> dict[str, Any] | None:
         key = (event.weights.epoch, event.batch)
         if key in self._written:
@@ -238,6 +243,7 @@ class MetricsLog:
             "time_s": round(now_s, 3),
             "seconds": round(seconds, 3),
             **summarise(event.batch, trained, since.filtered),
+            **self._deferred(event.batch),
             "samples_trained": samples,
             "tokens_trained": tokens,
             "samples_generated": since.samples,

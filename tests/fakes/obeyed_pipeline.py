@@ -46,6 +46,7 @@ from transport.contracts.types import (
     RowId,
     WeightIdentity,
     WorkerId,
+    batch_of,
     is_evaluation,
     parse_row_id,
     row_id,
@@ -306,7 +307,11 @@ class ObeyedPipeline:
         for group_id in groups_of([command]):
             for sample in range(self.settings.group_size):
                 oldest = self.oldest.get(row_id(group_id, sample))
-                old = command.batch - oldest.version if oldest is not None else 0
+                began_for = command.batch
+                if self.settings.defers:  # what it left to the next batch is as old as it was there
+                    began_for = batch_of(group_id)
+                    assert began_for in (command.batch - 1, command.batch), f"{group_id} is deferred twice"
+                old = began_for - oldest.version if oldest is not None else 0
                 assert old <= self.loosest_staleness, f"{group_id} is trained too late"
 
     def _check_evaluating(self, worker_id: WorkerId, worker: FakeWorker) -> None:

@@ -12,6 +12,7 @@ from orchestrator.core.model.groups import MISSING, Batch, BrokenInvariantError,
 from orchestrator.core.model.outbox import DispatchKey
 from orchestrator.core.model.pipeline import Pipeline
 from transport.contracts.messages import TrainRound
+from transport.contracts.types import batch_of
 
 
 def check(pipeline: Pipeline) -> None:
@@ -22,6 +23,7 @@ def check(pipeline: Pipeline) -> None:
 
 def _problems(p: Pipeline) -> Iterator[str]:
     yield from _order_of_batches(p)
+    yield from _surplus(p)
     yield from _links(p)
     yield from _evaluation(p)
     yield from _queue(p)
@@ -40,6 +42,13 @@ def _order_of_batches(p: Pipeline) -> Iterator[str]:
         yield f"batches {sorted(p.batches)} are not the ones before {p.next_batch}"
     if training.batch < p.next_batch and training.batch not in p.batches:
         yield f"batch {training.batch} is to be trained and unknown"
+
+
+def _surplus(p: Pipeline) -> Iterator[str]:
+    """No more is in hand beyond what is wanted than the settings say."""
+    surplus = sum(p.batches[index].surplus for index in range(p.training.batch, p.next_batch))
+    if p.settings.defers and surplus > p.settings.oversampled_groups:
+        yield f"{surplus} groups are in hand beyond what open batches want"
 
 
 def _links(p: Pipeline) -> Iterator[str]:
@@ -96,6 +105,8 @@ def _queue(p: Pipeline) -> Iterator[str]:
 
 def _group(p: Pipeline, group: Group) -> Iterator[str]:
     name = group.group_id
+    if group.lane is Lane.TRAIN and p.settings.membership == "fixed" and group.first_batch != batch_of(name):
+        yield f"{name} of batch {group.batch}, deferred: {group.deferred}, began for another batch than it says"
     if group.num_missing != sum(tokens == MISSING for tokens in group.tokens):
         yield f"{name} counts {group.num_missing} missing samples of {group.tokens}"
     if group.stage is Stage.RUNNING and name not in p.fleet.workers[group.worker_id].groups:

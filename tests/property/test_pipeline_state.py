@@ -36,6 +36,11 @@ SCALING = st.builds(
 )
 
 
+def _is_possible(core: CoreSettings) -> bool:
+    moved_twice = core.defers and core.membership == "rolling"
+    return core.rollout_batches <= core.max_staleness + 1 and not moved_twice
+
+
 def core_settings() -> st.SearchStrategy[CoreSettings]:
     return st.builds(
         CoreSettings,
@@ -48,7 +53,8 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         mini_batch_groups=st.integers(1, 2),
         rollout_batches=st.integers(1, 3),
         membership=st.sampled_from(["fixed", "rolling"]),
-        oversampled_groups=st.sampled_from([0, 0, 1]),
+        oversampled_groups=st.sampled_from([0, 0, 1, 2]),
+        oversampled_tail=st.sampled_from(["drop", "defer"]),
         drop_no_signal=st.booleans(),
         max_refills=st.integers(0, 3),
         max_attempts=st.just(3),
@@ -71,7 +77,7 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         migrate_running=st.booleans(),
         scaling=st.none() | SCALING,
         critic=st.booleans(),
-    ).filter(lambda core: core.rollout_batches <= core.max_staleness + 1)
+    ).filter(_is_possible)
 
 
 SETTING_CHANGES = st.one_of(
@@ -208,6 +214,8 @@ class PipelineMachine(FleetRules):
             assert world.critic.version == view.trained_version
         if not view.stop_reason:
             assert set(world.outcomes) == world.admitted, "a slot did not end"
+        if world.settings.defers:
+            assert not any(one.reason.startswith("over-sampled") for one in world.outcomes.values()), "one was dropped"
 
 
 def test_a_run_survives_events_in_any_order():

@@ -376,10 +376,25 @@ def test_out_of_range(argument: str, message: str):
     assert message in error_of(argument)
 
 
+DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["trainer.mini_batches=3"], "pipeline.groups_per_batch = 8 must be divisible by trainer.mini_batches"),
+        (
+            ["pipeline.oversampled_tail=defer"],
+            "oversampled_groups = 0 must be above 0 with pipeline",
+        ),
+        ([*DEFERS, "pipeline.oversampled_groups=8"], "and below pipeline.groups_per_batch: so many groups are left to"),
+        ([*DEFERS, "pipeline.membership=rolling"], 'pipeline.membership = "rolling" must be "fixed"'),
+        ([*DEFERS, "generation.partial_s=0"], "generation.partial_s = 0.0 must be above 0"),
+        ([*DEFERS, "environment.name=calculator", "pipeline.update=barrier"], 'update = "barrier" must be "in_flight"'),
+        (
+            [*DEFERS, "generation.lengths=x", "ranker.kind=oracle"],
+            'ranker.kind = "oracle" must not be "oracle" where batches take in',
+        ),
         (["trainer.ranks=16"], "trainer.ranks = 16 divides a round into 16 parts, and there may be at most groups_per"),
         (
             ["trainer.ranks=2", "trainer.device=cuda:1"],

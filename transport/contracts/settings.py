@@ -474,7 +474,10 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     mini_batch_groups: AtLeast1 = 4  # release = "mini_batch": scored groups that are handed over together
     rollout_batches: AtLeast1 = 1  # batches generated with one version of the weights before the next is waited for
     membership: Literal["fixed", "rolling"] = "fixed"  # rolling: first finished, first trained, see docs/modes.md
-    oversampled_groups: AtLeast0 = 0  # groups beyond what a batch needs; the slowest are dropped: shorter answers
+    oversampled_groups: AtLeast0 = 0  # groups in hand beyond what the open batches need, see oversampled_tail
+    oversampled_tail: Literal["drop", "defer"] = (
+        "drop"  # drop: a batch's slowest end unused; defer: the next trains them
+    )
     drop_no_signal: bool = False  # groups whose rewards are all equal are dropped and replaced (DAPO)
     max_refills: AtLeast0 = 8  # replacements a batch may ask for before it closes short
     max_attempts: AtLeast1 = 4  # failed dispatches of one group before its slot is dead; a worker's death is none

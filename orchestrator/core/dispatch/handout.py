@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from orchestrator.core.model.groups import MISSING, Batch, Group, Lane, Stage
 from orchestrator.core.model.outbox import BatchPlanKey
 from orchestrator.core.model.pipeline import Pipeline
+from orchestrator.core.model.staleness import may_admit
 from orchestrator.core.model.workers import Worker
 from orchestrator.core.rollout.lifecycle import assign, enqueue_for, head, may_take, release_plan, requeue
 from transport.contracts.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, RolloutFinished
@@ -204,9 +205,11 @@ def request_plans(p: Pipeline) -> None:
         if asked is not None and [one.worker_id for one in asked.workers] != [one.worker_id for one in workers]:
             _request(p, index, workers)
     for index in range(max(p.plans.next_batch, p.training.batch), p.next_batch):
+        if not may_admit(index, p.training.trained_version, p.settings.max_staleness, p.settings.rollout_batches):
+            break  # it began early with what was left to it: its new groups wait for weights
         p.plans.awaited[index] = p.now_s + p.settings.plan_wait_s
         _request(p, index, workers)
-    p.plans.next_batch = p.next_batch
+        p.plans.next_batch = index + 1
 
 
 def _open_request(p: Pipeline, batch: int) -> ComputePlan | None:
@@ -281,6 +284,7 @@ def use_plan(p: Pipeline, event: PlanComputed) -> None:
             and group.group_id not in p.plans.planned
             and group.excluded_worker != worker.worker_id
         ]
+        groups.sort(key=lambda group: not group.deferred)
         for rank, group in enumerate(groups):
             enqueue_for(p, worker.worker_id, group, rank)
         p.plans.limits[worker.worker_id] = min(worker.capacity, sum(group.num_missing for group in groups))

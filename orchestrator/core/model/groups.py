@@ -102,6 +102,7 @@ class Group(msgspec.Struct, kw_only=True):
     sampling: how its request, or its set of held-out problems, wants it sampled, None: as the settings say.
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where it is not known.
     partial: by sample, what its attempts have put on its log of samples without a row.
+    deferred: it began for the batch before, which was full without it.
     rank: of the trainer, that got it last.
     num_tokens: prompt once + responses.  loss_tokens: what the policy chose of the responses.  Both are set when it was
     scored.
@@ -137,6 +138,17 @@ class Group(msgspec.Struct, kw_only=True):
     predicted_sigma: float = 0.0
     rank: int = 0
     partial: dict[int, PartialSample] = msgspec.field(default_factory=dict[int, PartialSample])
+    deferred: bool = False
+
+    @property
+    def first_batch(self) -> int:
+        """The batch that it began for, by which its age is judged, and its urgency."""
+        return self.batch - self.deferred
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether it is neither ready for the trainer nor ended."""
+        return self.stage in (Stage.PENDING, Stage.RUNNING, Stage.SCORING) and not self.sent
 
     @classmethod
     def of(
@@ -230,7 +242,9 @@ def mini_batch_of_slot(slot: int, num_slots: int, mini_batches: int) -> int:
 class Batch(msgspec.Struct, kw_only=True):
     """Slots that are trained together and make one version.
 
-    group_ids: every slot it ever had.  members: groups that will be trained, in the order they became ready.
+    group_ids: every slot it ever had, but for the groups that it left to the next batch.  num_left: how many those are.
+    num_deferred: groups that the batch before left to it.
+    members: groups that will be trained, in the order they became ready.
     unsettled: [mini_batches].  pending_refills: mini-batch of each replacement that waits for a new prompt.
     phase: index into the run's phases.  queue: groups to put into rounds of this phase.  queue_tokens: of those, kept
     as they come and go, because a round is judged at every scored group.  released: how many of those, from the first
@@ -259,10 +273,18 @@ class Batch(msgspec.Struct, kw_only=True):
     exchangeable: list[Exchangeable] = msgspec.field(default_factory=list[Exchangeable])
     num_moved: int = 0
     moved_tokens: float = 0.0
+    num_left: int = 0
+    num_deferred: int = 0
 
     def whole(self) -> bool:
         """Whether no further group can join it."""
         return not any(self.unsettled)
+
+    @property
+    def surplus(self) -> int:
+        """Of an over-sampled batch, unsettled slots beyond those that it wants; below 0 where it lacks some."""
+        left = sum(self.unsettled)
+        return min(left, left + len(self.members) - self.num_wanted) if self.num_wanted else 0
 
     def enqueue(self, group: Group) -> None:
         """It waits for a round of the present phase."""

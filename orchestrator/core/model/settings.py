@@ -42,6 +42,8 @@ Release: TypeAlias = Literal["stream", "mini_batch", "batch"]
 """What of a batch that is still being generated the trainer may have."""
 Membership: TypeAlias = Literal["fixed", "rolling"]
 """Whether a group is trained in the batch that it was admitted to, or in the first one that waits when it is ready."""
+Tail: TypeAlias = Literal["drop", "defer"]
+"""What becomes of the slowest groups of an over-sampled batch: they end unused, or the next batch trains them."""
 
 _PIPELINE, _TRAINER, _EVAL, _SERVICE = PipelineSettings(), TrainerSettings(), EvalSettings(), ServiceSettings()
 
@@ -91,7 +93,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     mini_batch_groups: groups handed over together where ``release`` is "mini_batch".
     rollout_batches: batches that are generated before newer weights are waited for, at most max_staleness + 1.
     membership: "rolling" lets a finished group take the place of one that still runs, see ``rollout/admission.py``.
-    oversampled_groups: groups of each batch beyond groups_per_batch; when enough are ready the others end unused.
+    oversampled_groups: groups of each batch beyond groups_per_batch; when enough are ready the others are
+    ``oversampled_tail``: "drop", they end unused, or "defer", the next batch trains them, see ``rollout/admission.py``.
     micro_batch_tokens: packed tokens a rank takes in one round.
     round_tokens: tokens a rank that a round waits for while more of its batch is to come; 0: none.
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
@@ -123,6 +126,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     rollout_batches: int = _PIPELINE.rollout_batches
     membership: Membership = _PIPELINE.membership
     oversampled_groups: int = _PIPELINE.oversampled_groups
+    oversampled_tail: Tail = _PIPELINE.oversampled_tail
     drop_no_signal: bool = _PIPELINE.drop_no_signal
     max_refills: int = _PIPELINE.max_refills
     max_attempts: int = _PIPELINE.max_attempts
@@ -156,6 +160,11 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_response_tokens: int = 0
     scaling: ScalingSettings | None = None
     fp8: PrecisionSettings | None = None
+
+    @property
+    def defers(self) -> bool:
+        """Whether the slowest groups of a batch go on in the next."""
+        return self.oversampled_groups > 0 and self.oversampled_tail == "defer"
 
     @property
     def plans(self) -> bool:

@@ -4,7 +4,8 @@ Owns: admission, dispatch and arrival rules, and which weights belong to the sur
 a sample that fails a rule. Invariant: rules are pure functions of integers and identities.
 
 Batch ``b`` is trained on top of version ``b`` (version = number of batches trained), so the staleness of a sample of
-batch ``b`` that was sampled under version ``v`` is ``b - v``.
+batch ``b`` that was sampled under version ``v`` is ``b - v``. A deferred group began for batch ``b`` and is trained in
+``b + 1``: what it has got is judged by ``b``, so it may be one version older than any other, and never two.
 """
 
 from __future__ import annotations

@@ -77,14 +77,15 @@ def confirm_admission(p: Pipeline, group: Group) -> None:
 
 
 def enqueue(p: Pipeline, group: Group) -> None:
-    """The group waits for any worker: earlier batch first, then the longest prediction, then who came first.
+    """The group waits for any worker: earlier batch first, then what began for an earlier one, then the longest
+    prediction, then who came first.
 
     Longest first is list scheduling: each to the worker with least to do (``handout.least_loaded``), groups end on M
     equal workers within 4/3 - 1/(3M) of the best there is. Source: StreamRL sec. 5.3; the bound is Graham's (1969).
     """
     group.move(Stage.PENDING)
     p.plans.remove(group)
-    heapq.heappush(p.pending, _entry(p, group, -group.predicted_tokens))
+    heapq.heappush(p.pending, _entry(p, group, -group.predicted_tokens - group.deferred * BATCH_PRIORITY_TOKENS))
 
 
 def enqueue_for(p: Pipeline, worker_id: WorkerId, group: Group, rank: int) -> None:
@@ -100,8 +101,10 @@ def _entry(p: Pipeline, group: Group, order_key: float) -> PendingEntry:
 def head(p: Pipeline) -> Group | None:
     """The group that is next of those that wait for any worker, or None. Drops obsolete entries."""
     while p.pending:
-        group = p.groups.get(p.pending[0].group_id)
-        if group is not None and group.stage is Stage.PENDING and group.group_id not in p.plans.planned:
+        entry = p.pending[0]
+        group = p.groups.get(entry.group_id)
+        waits = group is not None and group.stage is Stage.PENDING and group.group_id not in p.plans.planned
+        if group is not None and waits and group.batch == entry.batch:
             return group
         heapq.heappop(p.pending)
     return None
@@ -177,7 +180,7 @@ def resumed(p: Pipeline, group: Group) -> tuple[PartialSample, ...]:
     group.partial = {
         number: sample
         for number, sample in sorted(group.partial.items())
-        if group.lacks(number) and may_resume(group.batch, sample.oldest, sample.newest, p.lineage, limit)
+        if group.lacks(number) and may_resume(group.first_batch, sample.oldest, sample.newest, p.lineage, limit)
     }
     return tuple(group.partial.values())
 
@@ -192,7 +195,7 @@ def plan_priority(group: Group) -> float:
     """Priority inside an engine, higher first: evaluations, then the earlier batch, then the longest prediction."""
     if group.lane is EVAL:
         return EVALUATION_PRIORITY + group.predicted_tokens
-    return group.predicted_tokens - group.batch * BATCH_PRIORITY_TOKENS
+    return group.predicted_tokens - group.first_batch * BATCH_PRIORITY_TOKENS
 
 
 # -- an attempt ends
