@@ -31,6 +31,7 @@ MISSING = -1
 """In ``Group.tokens``: this sample has no row."""
 
 NO_WORKER = WorkerId("")
+NO_PROBE = -1
 
 Outcome: TypeAlias = Literal["trained", "filtered", "stale", "dead"]
 
@@ -102,6 +103,10 @@ class Group(msgspec.Struct, kw_only=True):
     sampling: how its request, or its set of held-out problems, wants it sampled, None: as the settings say.
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where it is not known.
     partial: by sample, what its attempts have put on its log of samples without a row.
+    seen_tokens: the most that one of its samples is known to have got, where its others are expected to get as many.
+    probe: the sample that its running attempt asks for alone, NO_PROBE where it asks for all that are missing.
+    followed: the others were sent after the probe, while it ran: two attempts run on one worker, this one and the one
+    before.
     rank: of the trainer, that got it last.
     num_tokens: prompt once + responses.  loss_tokens: what the policy chose of the responses.  Both are set when it was
     scored.
@@ -137,6 +142,9 @@ class Group(msgspec.Struct, kw_only=True):
     predicted_sigma: float = 0.0
     rank: int = 0
     partial: dict[int, PartialSample] = msgspec.field(default_factory=dict[int, PartialSample])
+    seen_tokens: int = 0
+    probe: int = NO_PROBE
+    followed: bool = False
 
     @classmethod
     def of(
@@ -162,6 +170,26 @@ class Group(msgspec.Struct, kw_only=True):
         if stage not in TRANSITIONS[self.stage]:
             raise BrokenInvariantError(f"{self.group_id} is {self.stage} and cannot become {stage}")
         self.stage = stage
+
+    @property
+    def expected_tokens(self) -> float:
+        """Of each of its samples without a row: what is predicted, and no less than one of the others has got.
+
+        Source: Seer (OSDI'26): the length of a group is the longest seen of it.
+        """
+        return max(self.predicted_tokens, self.seen_tokens)
+
+    @property
+    def num_asked(self) -> int:
+        """Samples that are expected of its worker."""
+        return self.num_missing if self.probe == NO_PROBE else int(self.lacks(self.probe))
+
+    def asks_for(self, sample: int) -> bool:
+        return self.lacks(sample) and self.probe in (NO_PROBE, sample)
+
+    def attempts(self) -> tuple[int, ...]:
+        """Those that run, the newest first."""
+        return (self.attempt, self.attempt - 1) if self.followed else (self.attempt,)
 
     def missing_samples(self) -> tuple[int, ...]:
         return tuple(sample for sample, tokens in enumerate(self.tokens) if tokens == MISSING)
