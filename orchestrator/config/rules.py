@@ -87,6 +87,19 @@ def _broken_of_processes(s: Settings) -> Iterator[tuple[str, str]]:
         )
 
 
+def _broken_by_probes(s: Settings) -> Iterator[tuple[str, str]]:
+    """What shows the lengths of a group before the group itself has to be needed, and used."""
+    if not s.pipeline.probes:
+        return
+    if s.ranker.kind == "oracle":
+        yield "pipeline.probes ranker.kind", 'must be false with ranker.kind "oracle", which knows what a probe shows'
+    if s.pipeline.dispatch not in ("auto", "pulled", "least_loaded"):
+        yield (
+            "pipeline.probes pipeline.dispatch",
+            'need pipeline.dispatch "auto", "pulled" or "least_loaded": others plan a batch before a probe of it has run',
+        )
+
+
 def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
     """What is trained, and from which rounds."""
     if s.pipeline.groups_per_batch % s.trainer.mini_batches:
@@ -101,6 +114,7 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
             "pipeline.rollout_batches pipeline.max_staleness",
             "must be at most max_staleness + 1, or the last of them is too old when it is trained",
         )
+    yield from _broken_by_probes(s)
     if s.algorithm.old_logprobs == "rollout" and 0 < s.algorithm.importance_cap <= 1 + s.algorithm.clip_high:
         yield (
             "algorithm.importance_cap algorithm.clip_high algorithm.old_logprobs",

@@ -41,7 +41,7 @@ def dispatch(p: Pipeline) -> None:
             continue
         planned = p.plans.earliest_batch()
         if group is not None and (planned is None or group.batch <= planned):
-            waits = p.frozen(group.batch) or p.plans.awaits(group.batch, p.now_s) or _gathers(p, group)
+            waits = p.frozen(group.batch) or p.plans.awaits(group.batch, p.now_s) or not _begun(p, group)
             if waits or not _assign_to_any(p, group):
                 return
         elif planned is None or p.frozen(planned) or not _assign_planned(p, planned):
@@ -62,22 +62,32 @@ def _assign_to_any(p: Pipeline, group: Group) -> bool:
     return bool(takers)
 
 
-def _gathers(p: Pipeline, group: Group) -> bool:
-    """Whether the batch of ``group`` waits for all workers to begin it together, once, for ``plan_wait_s`` at most.
+def gathers(p: Pipeline, group: Group) -> bool:
+    """Whether the batch of ``group`` waits for all workers to begin it together, for ``plan_wait_s`` at most.
 
     They take new weights one after another, and the first would be given all groups that are longest.
     """
     start = p.plans.start
     if p.settings.dispatch != PULLED or group.lane is not Lane.TRAIN or group.batch < start.batch:
         return False
-    healthy = [worker for worker in p.fleet.workers.values() if worker.healthy]
-    able = sum(may_take(p, worker, group) for worker in healthy)
-    if able and not start.at_s:
-        start.at_s = p.now_s + p.settings.plan_wait_s
-    if able == len(healthy) or (able and p.now_s >= start.at_s):
-        start.batch, start.at_s = group.batch + 1, 0.0
+    late = not p.settings.plan_wait_s or (start.at_s and p.now_s >= start.at_s)
+    return not late and not all(may_take(p, worker, group) for worker in p.fleet.workers.values() if worker.healthy)
+
+
+def _begun(p: Pipeline, group: Group) -> bool:
+    """Whether workers may have groups of the batch of ``group``: once all can take it, or from a deadline on, which is
+    set when the first of them can.
+    """
+    start = p.plans.start
+    if p.settings.dispatch != PULLED or group.batch < start.batch:
+        return True
+    if not any(may_take(p, worker, group) for worker in p.fleet.workers.values()):
         return False
-    return True
+    if not gathers(p, group):
+        start.batch, start.at_s = group.batch + 1, 0.0
+        return True
+    start.at_s = start.at_s or p.now_s + p.settings.plan_wait_s
+    return False
 
 
 def least_loaded(workers: Sequence[Worker], excluded: WorkerId) -> Worker:
