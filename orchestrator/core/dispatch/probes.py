@@ -20,12 +20,7 @@ from collections.abc import Iterable
 from orchestrator.core.model.groups import NO_PROBE, Group, Stage
 from orchestrator.core.model.pipeline import Pipeline
 from orchestrator.core.model.workers import Worker
-from orchestrator.core.rollout.lifecycle import follow, may_probe, may_take
-
-GOOD_RANKER = 0.5
-"""Share of the variance of samples' log lengths that predictions explain, from which on a probe shows too little more.
-"""
-
+from orchestrator.core.rollout.lifecycle import GOOD_RANKER, follow, may_probe, may_take
 
 def with_room(workers: Iterable[Worker], num_samples: int, group_size: int) -> list[Worker]:
     """Workers that may hold ``num_samples`` more: their slots, and one group of lookahead.

@@ -103,7 +103,7 @@ class Group(msgspec.Struct, kw_only=True):
     sampling: how its request, or its set of held-out problems, wants it sampled, None: as the settings say.
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where it is not known.
     partial: by sample, what its attempts have put on its log of samples without a row.
-    seen_tokens: the most that one of its samples is known to have got, where its others are expected to get as many.
+    learnt_tokens: expected of a sample by what others of the group got, 0 where nothing was learnt of them.
     probe: the sample that its running attempt asks for alone, NO_PROBE where it asks for all that are missing.
     followed: the others were sent after the probe, while it ran: two attempts run on one worker, this one and the one
     before.
@@ -142,7 +142,7 @@ class Group(msgspec.Struct, kw_only=True):
     predicted_sigma: float = 0.0
     rank: int = 0
     partial: dict[int, PartialSample] = msgspec.field(default_factory=dict[int, PartialSample])
-    seen_tokens: int = 0
+    learnt_tokens: float = 0.0
     probe: int = NO_PROBE
     followed: bool = False
 
@@ -173,11 +173,20 @@ class Group(msgspec.Struct, kw_only=True):
 
     @property
     def expected_tokens(self) -> float:
-        """Of each of its samples without a row: what is predicted, and no less than one of the others has got.
+        """Of each of its samples without a row."""
+        return self.learnt_tokens or self.predicted_tokens
 
-        Source: Seer (OSDI'26): the length of a group is the longest seen of it.
+    def learn(self, tokens: int, *, ended: bool, trusts: bool) -> float:
+        """One of its samples has so many tokens. Returns what is expected of the others from now on.
+
+        ended: that is its whole length, and the longest such is what the others are taken to be; what was predicted
+        counts beside it if it is worth something (trusts). Of one that still runs it is the least that they are.
+        Source: Seer (OSDI'26): a group is as long as the longest seen of it. Ours: running ones and the prediction.
         """
-        return max(self.predicted_tokens, self.seen_tokens)
+        if not ended:
+            return max(self.expected_tokens, float(tokens))
+        longest = float(max(tokens, *self.tokens))
+        return max(longest, self.predicted_tokens) if trusts else longest
 
     @property
     def num_asked(self) -> int:

@@ -215,6 +215,12 @@ def plan_priority(group: Group) -> float:
 # -- one sample of a group before the others (which groups, and when the others follow: ``dispatch/probes.py``)
 
 
+GOOD_RANKER = 0.5
+"""Share of the variance of samples' log lengths that predictions explain, from which on a probe shows too little more.
+Source: ours, docs/dispatch.md: with a recall of .87 they explain .7, and probes change nothing.
+"""
+
+
 def may_probe(p: Pipeline, group: Group) -> bool:
     """Whether one of its samples may start alone: it was never tried, so whatever befalls a probe, the next attempt is
     at the whole group."""
@@ -242,15 +248,18 @@ def follow(p: Pipeline, group: Group) -> None:
     p.plans.probes.num_followed += 1
 
 
-def learn(p: Pipeline, group: Group, tokens: int) -> None:
-    """One of its samples has got so many tokens: its others are expected to get no fewer.
+def learn(p: Pipeline, group: Group, tokens: int, *, ended: bool) -> None:
+    """One of its samples has got so many tokens: its others, and the queue that they wait in, go by it.
 
-    Where they wait is as long as that now; an entry of before is out of date, and stays where it does no harm.
+    An entry of before is out of date and stays: while a group waits it is only expected to be longer, so it comes last.
     """
-    if not p.settings.probes or tokens <= group.expected_tokens or group.lane is not TRAIN:
+    if not p.settings.probes or group.lane is not TRAIN:
         return
-    more = tokens - group.expected_tokens
-    group.seen_tokens = tokens
+    expected = group.learn(tokens, ended=ended, trusts=p.plans.calibration.explained >= GOOD_RANKER)
+    more = expected - group.expected_tokens
+    if not more or (more < 0 and group.stage is Stage.PENDING):
+        return
+    group.learnt_tokens = expected
     if group.stage is Stage.RUNNING:
         worker = p.fleet.workers[group.worker_id]
         worker.predicted_load += group.num_asked * more
@@ -371,7 +380,7 @@ class GroupLane:
         group.num_missing -= 1
         group.deaths = group.all_deaths = 0
         group.newest_version = max(group.newest_version, event.newest.version)
-        learn(p, group, event.response_tokens)
+        learn(p, group, event.response_tokens, ended=True)
         if group.num_missing == 0:
             if runs:
                 take_back(p, group)
@@ -518,7 +527,8 @@ class Lifecycle:
             for sample in kept.samples:
                 if group.lacks(sample.sample):
                     group.partial[sample.sample] = sample
-                    learn(self._p, group, sample.tokens)
+                    if sample.tokens:
+                        learn(self._p, group, sample.tokens, ended=False)
 
     def expire(self) -> None:
         p = self._p
