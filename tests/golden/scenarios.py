@@ -60,4 +60,8 @@ SCENARIOS: Mapping[str, Scenario] = {
         migrate_running=True,
         dispatch="scored",
     ),
+    "faults, probes": replace(
+        _faulty(6, max_staleness=0, update=UpdateMode.BARRIER, groups_per_batch=16, dispatch=PULLED, probes=True),
+        costs=replace(COSTS, partial_s=0.5),
+    ),
 }

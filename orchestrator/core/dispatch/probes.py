@@ -22,6 +22,7 @@ from orchestrator.core.model.pipeline import Pipeline
 from orchestrator.core.model.workers import Worker
 from orchestrator.core.rollout.lifecycle import GOOD_RANKER, follow, may_probe, may_take
 
+
 def with_room(workers: Iterable[Worker], num_samples: int, group_size: int) -> list[Worker]:
     """Workers that may hold ``num_samples`` more: their slots, and one group of lookahead.
 
