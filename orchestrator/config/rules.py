@@ -95,8 +95,8 @@ def _broken_by_probes(s: Settings) -> Iterator[tuple[str, str]]:
         yield "pipeline.probes ranker.kind", 'must be false with ranker.kind "oracle", which knows what a probe shows'
     if s.pipeline.dispatch not in ("auto", "pulled", "least_loaded"):
         yield (
-            "pipeline.probes pipeline.dispatch",
-            'need pipeline.dispatch "auto", "pulled" or "least_loaded": others plan a batch before a probe of it has run',
+            "pipeline.dispatch pipeline.probes",
+            'must be "auto", "pulled" or "least_loaded" with pipeline.probes: others plan a batch before its probes ran',
         )
 
 

@@ -379,6 +379,11 @@ def test_out_of_range(argument: str, message: str):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["pipeline.probes=true", "pipeline.dispatch=scored"], 'must be "auto", "pulled" or "least_loaded" with'),
+        (
+            ["pipeline.probes=true", "ranker.kind=oracle", "generation.lengths=some.txt", "generation.engine=emulated"],
+            "which knows what a probe shows",
+        ),
         (["trainer.mini_batches=3"], "pipeline.groups_per_batch = 8 must be divisible by trainer.mini_batches"),
         (["trainer.ranks=16"], "trainer.ranks = 16 divides a round into 16 parts, and there may be at most groups_per"),
         (

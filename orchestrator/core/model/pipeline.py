@@ -112,8 +112,9 @@ class Probes(msgspec.Struct, kw_only=True):
 
 
 class Start(msgspec.Struct, kw_only=True):
-    """Of the next batch whose workers begin together. batch: no earlier one waits.  at_s: it waits no longer, 0 while no
-    worker can take it."""
+    """Of the next batch whose workers begin together. batch: no earlier one waits.  at_s: it waits no longer, 0 while
+    no worker can take it.
+    """
 
     batch: int = 0
     at_s: float = 0.0
