@@ -96,7 +96,7 @@ def _broken_by_probes(s: Settings) -> Iterator[tuple[str, str]]:
     if s.pipeline.dispatch not in ("auto", "pulled", "least_loaded"):
         yield (
             "pipeline.dispatch pipeline.probes",
-            'must be "auto", "pulled" or "least_loaded" with pipeline.probes: others plan a batch before its probes ran',
+            'must be "auto", "pulled" or "least_loaded" with pipeline.probes: others plan before a probe has run',
         )
 
 
