@@ -157,6 +157,7 @@ def test_a_short_sample_lowers_what_a_ranker_without_knowledge_said_and_not_what
     assert group.learn(80, ended=True, trusts=False) == 80
     assert group.learn(80, ended=True, trusts=True) == 500
     assert group.learn(900, ended=True, trusts=True) == 900
+    assert group.learn(0, ended=True, trusts=False) == 1, "of nothing no order would follow"
     group.tokens[2] = 700
     assert group.learn(80, ended=True, trusts=False) == 700, "the longest of those that ended"
 

@@ -185,7 +185,7 @@ class Group(msgspec.Struct, kw_only=True):
         """
         if not ended:
             return max(self.expected_tokens, float(tokens))
-        longest = float(max(tokens, *self.tokens))
+        longest = float(max(1, tokens, *self.tokens))
         return max(longest, self.predicted_tokens) if trusts else longest
 
     @property

@@ -217,7 +217,7 @@ def plan_priority(group: Group) -> float:
 
 GOOD_RANKER = 0.5
 """Share of the variance of samples' log lengths that predictions explain, from which on a probe shows too little more.
-Source: ours, docs/dispatch.md: with a recall of .87 they explain .7, and probes change nothing.
+Source: ours, docs/dispatch.md: with a recall of .87 they explain more, and probes change nothing.
 """
 
 
