@@ -6,7 +6,9 @@ aids, of the second batch: before the first has been compared with its lengths, 
 measures against veRL; it prints 2.04 for itself, and 1.43 for StreamRL with known lengths. The law of
 lengths and the acceptance of drafts are in ``papers/settings.py`` and ``sim/costs.py``, committed before this bench.
 
-    python -m benchmarks.seer [--seeds 11 12 13] [--quick]    --quick: a quarter of the groups on a quarter of the GPUs
+    python -m benchmarks.seer [--seeds 11 12 13] [--cases seer_ours seer_probes] [--quick]
+
+--quick: a quarter of the groups on a quarter of the GPUs.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import argparse
 import json
 from dataclasses import dataclass, replace
 from statistics import fmean
+
+import msgspec
 
 from benchmarks.papers.experiments import MAX_RUNNING, PAPER_RECALL, QUESTION_TOKENS
 from benchmarks.papers.settings import (
@@ -43,11 +47,15 @@ TAIL_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """recall: of the ranker; None: it knows the mean of every group."""
+    """recall: of the ranker; None: it knows the mean of every group; 0: there is none.  slots: of an instance.
+    probes: one sample of a group runs before the others where it pays.
+    """
 
     title: str
     dispatch: str = "scored"
     recall: float | None = PAPER_RECALL
+    slots: int = MAX_RUNNING
+    probes: bool = False
     drafts: float = 0.0
     kv_bytes: int = 2
     paper: str = "-"
@@ -57,7 +65,7 @@ class Case:
             generation_gpus=128,
             training_gpus=128,
             colocated=True,
-            slots=MAX_RUNNING,
+            slots=self.slots,
             drafts=self.drafts,
             kv_bytes=self.kv_bytes,
         )
@@ -70,20 +78,51 @@ class Case:
             sigma=SEER_SIGMA,
             max_tokens=SEER_TOKENS,
             question_tokens=QUESTION_TOKENS,
-            recall=self.recall,
+            recall=self.recall or None,
             group_size=SEER_GROUP,
             shared=SEER_SHARED,
         )
+        if self.recall == 0:
+            lengths = replace(lengths, predicted=[fmean(lengths.predicted)] * len(lengths.predicted), sigma=SEER_SIGMA)
         return Workload(llm=QWEN_72B, lengths=lengths, batch=groups, group_size=SEER_GROUP, algorithm="grpo")
 
 
 DRAFTS = ASSUMED.draft_acceptance
+PULLED_SLOTS = 150
+"""Of an instance whose groups are pulled: of 150 and 250, that which ends sooner on seeds 0, 1 and 2 of --quick."""
+PARTIAL_S = 10.0
+"""Between two reports of how far a probe is."""
 CASES = {
     "even": Case(title="even dispatch, no aid", dispatch="even", paper="1.00 (veRL)"),
     "seer_known": Case(title="scored, each group's mean known", recall=None, paper="1.43 (StreamRL, known lengths)"),
     "seer_predicted": Case(title=f"scored, recall {PAPER_RECALL}"),
     "seer_even_drafts": Case(title="even dispatch, drafts", dispatch="even", drafts=DRAFTS),
-    "seer_ours": Case(title=f"scored, recall {PAPER_RECALL}, drafts", drafts=DRAFTS, paper="2.04 (Seer)"),
+    "seer_scored": Case(title=f"scored, recall {PAPER_RECALL}, drafts", drafts=DRAFTS),
+    "seer_ours": Case(
+        title=f"pulled, recall {PAPER_RECALL}, drafts",
+        dispatch="pulled",
+        slots=PULLED_SLOTS,
+        drafts=DRAFTS,
+        paper="2.04 (Seer)",
+    ),
+    "seer_ours_probes": Case(
+        title=f"pulled, recall {PAPER_RECALL}, drafts, probes",
+        dispatch="pulled",
+        slots=PULLED_SLOTS,
+        drafts=DRAFTS,
+        probes=True,
+    ),
+    "seer_unranked": Case(
+        title="pulled, no ranker, drafts", dispatch="pulled", slots=PULLED_SLOTS, drafts=DRAFTS, recall=0
+    ),
+    "seer_probes": Case(
+        title="pulled, no ranker, drafts, probes",
+        dispatch="pulled",
+        slots=PULLED_SLOTS,
+        drafts=DRAFTS,
+        recall=0,
+        probes=True,
+    ),
     "seer_fp8": Case(title=f"scored, recall {PAPER_RECALL}, drafts, fp8 caches", drafts=DRAFTS, kv_bytes=1),
 }
 
@@ -111,8 +150,9 @@ def simulated(case: Case, seed: int, groups: int) -> SimulationLog:
     layout = case.layout()
     if groups != SEER_BATCH:
         layout = replace(layout, generation_gpus=max(8, round(16 * groups / SEER_BATCH) * 8))
-    workload, pipeline = case.workload(seed, groups), PIPELINES["serial"]
-    return simulate(scenario(workload, layout, pipeline, iterations=BATCHES, dispatch=case.dispatch, record=True))
+    workload, pipeline = case.workload(seed, groups), msgspec.structs.replace(PIPELINES["serial"], probes=case.probes)
+    run = scenario(workload, layout, pipeline, iterations=BATCHES, dispatch=case.dispatch, record=True)
+    return simulate(replace(run, costs=replace(run.costs, partial_s=PARTIAL_S)) if case.probes else run)
 
 
 def measured(log: SimulationLog) -> Rollout:
@@ -142,11 +182,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="of the lengths")
     parser.add_argument("--quick", action="store_true", help="a quarter of the groups on a quarter of the GPUs")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES)[1:], default=list(CASES)[1:], help="beside even")
     options = parser.parse_args()
     groups = SEER_BATCH // 4 if options.quick else SEER_BATCH
     figures: dict[str, float] = {}
     base: dict[int, Rollout] = {}
-    for name, case in CASES.items():
+    chosen = {name: case for name, case in CASES.items() if name == "even" or name in options.cases}
+    for name, case in chosen.items():
         found = {seed: rollout(case, seed, groups) for seed in options.seeds}
         base = base or found
         ratios = [one.tokens_per_s / base[seed].tokens_per_s for seed, one in found.items()]
@@ -159,9 +201,9 @@ def main() -> None:
     if not options.quick:
         limits = {
             name: [bound(case.workload(seed, groups), case.layout()) for seed in options.seeds]
-            for name, case in CASES.items()
+            for name, case in chosen.items()
         }
-        for name in ("seer_known", "seer_ours", "seer_fp8"):
+        for name in [one for one in ("seer_known", "seer_ours", "seer_fp8") if one in chosen]:
             least = [max(limit.generation_s, limit.longest_s) for limit in limits[name]]
             most = fmean(base[seed].seconds / seconds for seed, seconds in zip(options.seeds, least, strict=True))
             print(f"{CASES[name].title}: no schedule on these instances gains more than {most:.2f}")

@@ -33,7 +33,7 @@ from orchestrator.cli.plan import (
     with_aids,
 )
 from orchestrator.core.dispatch.compute import Planned
-from orchestrator.core.model.settings import LEAST_LOADED, default_dispatch
+from orchestrator.core.model.settings import LEAST_LOADED, PULLED, default_dispatch
 from orchestrator.errors import ConfigError
 from orchestrator.observability.report.bubbles import Cause
 from orchestrator.observability.report.drawing import write_timeline
@@ -48,7 +48,7 @@ from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
 from orchestrator.sim.simulate import Performance, performance
 from transport.contracts.llms import BYTES
 
-POLICIES = (*get_args(Planned), LEAST_LOADED)
+POLICIES = (*get_args(Planned), LEAST_LOADED, PULLED)
 FEWEST_ITERATIONS = 3
 """One that fills the pipeline, one that counts, one beside which nothing more is generated."""
 

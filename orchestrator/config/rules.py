@@ -95,6 +95,19 @@ def _broken_of_processes(s: Settings) -> Iterator[tuple[str, str]]:
         )
 
 
+def _broken_by_probes(s: Settings) -> Iterator[tuple[str, str]]:
+    """What shows the lengths of a group before the group itself has to be needed, and used."""
+    if not s.pipeline.probes:
+        return
+    if s.ranker.kind == "oracle":
+        yield "pipeline.probes ranker.kind", 'must be false with ranker.kind "oracle", which knows what a probe shows'
+    if s.pipeline.dispatch not in ("auto", "pulled", "least_loaded"):
+        yield (
+            "pipeline.dispatch pipeline.probes",
+            'must be "auto", "pulled" or "least_loaded" with pipeline.probes: others plan before a probe has run',
+        )
+
+
 def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
     """What is trained, and from which rounds."""
     if s.pipeline.groups_per_batch % s.trainer.mini_batches:
@@ -111,6 +124,7 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
         )
     if s.pipeline.oversampled_tail == "defer":
         yield from _broken_by_deferring(s)
+    yield from _broken_by_probes(s)
     yield from _broken_by_streams(s)
     yield from _broken_by_algorithm(s, s.algorithm)
     if s.algorithm.advantage == "gae" and s.pipeline.drop_no_signal:

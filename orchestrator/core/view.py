@@ -20,7 +20,8 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.core.model.groups import MISSING, Group, Lane, Stage
+from orchestrator.core.dispatch.handout import gathers
+from orchestrator.core.model.groups import MISSING, NO_PROBE, Group, Lane, Stage
 from orchestrator.core.model.pipeline import Pipeline, Wait, WaitStage, is_saved
 from orchestrator.core.model.settings import changeable
 from orchestrator.core.rollout.lifecycle import is_fresh
@@ -89,6 +90,16 @@ class ScalingView(msgspec.Struct, frozen=True, kw_only=True):
     saved_s: float = 0.0
 
 
+class ProbesView(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples that started before the others of their group, since the run began. num_followed: by the others, before
+    they had ended.  num_running: without the others.
+    """
+
+    num_started: int
+    num_followed: int
+    num_running: int
+
+
 class RankerView(RankerJudged, frozen=True, kw_only=True, tag=False, omit_defaults=False):
     """How right predictions of lengths were, and whether dispatch relies on their order; plans are even where not."""
 
@@ -106,6 +117,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     ranker: what it was judged last, None where there is none.
     scaling: None where the number of generation workers is fixed.
     num_requests: that came so far, None where the run trains.
+    probes: None where no sample of a group runs before the others.
     damaged_checkpoints: that the trainer could not use when it started last, and why, and from which version it went
     on instead.
     full_precision: why engines hold nothing in fp8 any more, "" while they hold what is set.
@@ -143,6 +155,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int | None = None
     damaged_checkpoints: tuple[str, ...] = ()
     went_back_to: int = 0
+    probes: ProbesView | None = None
     full_precision: str = ""
 
 
@@ -195,6 +208,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         num_requests=p.last_request if p.settings.service else None,
         damaged_checkpoints=p.training.damaged,
         went_back_to=p.training.went_back_to,
+        probes=_probes_view(p),
         full_precision=p.precision.reason,
     )
 
@@ -274,6 +288,13 @@ def _ranker_view(p: Pipeline) -> RankerView | None:
     return RankerView(state=state, **msgspec.structs.asdict(judged))
 
 
+def _probes_view(p: Pipeline) -> ProbesView | None:
+    if not p.settings.probes:
+        return None
+    running = sum(group.probe != NO_PROBE for group in p.running_groups())
+    return ProbesView(num_running=running, **msgspec.structs.asdict(p.plans.probes))
+
+
 def _scaling_view(p: Pipeline) -> ScalingView | None:
     settings, last, judged = p.settings.scaling, p.elastic.last, p.elastic.judged
     if settings is None:
@@ -318,7 +339,7 @@ def longest_running(pipeline: Pipeline) -> tuple[RunningView, ...]:
             running_s=max(0.0, p.now_s - (deadline.at_s - p.settings.rollout_timeout_s)),
             missing=group.missing_samples(),
             group_size=len(group.tokens),
-            predicted_tokens=group.predicted_tokens,
+            predicted_tokens=group.expected_tokens,
             attempt=group.attempt,
         )
         for deadline, group in heapq.nsmallest(MAX_SHOWN, running, key=itemgetter(0))
@@ -465,6 +486,9 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
     if p.plans.awaits(batch, p.now_s):
         return _wait(p, "deciding", f"the plan of {_place(p, batch)}", "orchestrator")
     fresh = [worker for worker in healthy if is_fresh(p, worker, pending[0])]
+    if fresh and gathers(p, pending[0]):
+        others = _names(worker.worker_id for worker in healthy if worker not in fresh)
+        return _wait(p, "generation", f"all workers to begin {_place(p, batch)} together", others)
     if fresh:
         return _wait(p, "generation", f"room for {_count(p, pending)}", _names(worker.worker_id for worker in fresh))
     kept = [worker for worker in healthy if fleet.keeps(worker)]

@@ -29,8 +29,10 @@ import structlog
 from transport.contracts.messages import (
     Command,
     CriticReported,
+    DispatchGroups,
     EvaluationOutcome,
     Event,
+    GroupPlan,
     GroupScored,
     HeldOutAnswer,
     JournalRecord,
@@ -57,7 +59,7 @@ GROUPS: Mapping[str, str] = {
     "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv fp8_off",
     "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s publish_wait_s samples_trained "
     "tokens_trained groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead "
-    "groups_deferred rows_in_steps tokens_in_steps",
+    "groups_deferred groups_probed groups_raised rows_in_steps tokens_in_steps",
     "critic": "value_staleness value_staleness_max",
     "run": "batch version incarnation time_s eval",
 }
@@ -98,6 +100,7 @@ class _Group:
     score: GroupScored | None = None
     versions: dict[int, int] = field(default_factory=dict[int, int])  # sample -> oldest weights
     truncated: set[int] = field(default_factory=set[int])  # samples that were cut at the limit
+    probed_tokens: float | None = None  # expected of it when its probe started; None once its others have
 
 
 @dataclass(slots=True)
@@ -211,6 +214,9 @@ class MetricsLog:
                 ended = self._groups.pop(command.group_id, None)
                 if ended and ended.score and command.outcome == "filtered":
                     self._since.filtered.append(ended.score)
+            case DispatchGroups(plans=plans):
+                for plan in plans:
+                    self._note_probe(plan)
             case EvaluationOutcome():
                 cost, self._engine_s = self._engine_s, defaultdict(float)
                 if command.number not in self._evaluated:
@@ -224,6 +230,15 @@ class MetricsLog:
         """Groups of the batch that an earlier one had begun with."""
         earlier = sum(batch_of(name) < batch for name in self._members.get(batch, ()))
         return {"groups_deferred": earlier} if earlier else {}
+
+    def _note_probe(self, plan: GroupPlan) -> None:
+        """Its probe starts; or others of it, which are expected to be longer since."""
+        if plan.alone:
+            self._since.outcomes["probed"] += 1
+            self._groups.setdefault(plan.group_id, _Group()).probed_tokens = plan.predicted_tokens
+        elif (group := self._groups.get(plan.group_id)) is not None and group.probed_tokens is not None:
+            self._since.outcomes["raised"] += plan.predicted_tokens > group.probed_tokens
+            group.probed_tokens = None
 
     def _finish(self, event: StepDone, now_s: float) -> dict[str, Any] | None:
         key = (event.weights.epoch, event.batch)

@@ -35,6 +35,7 @@ from transport.contracts.messages import (
     WorkerJoined,
     WorkerLost,
     WorkerReported,
+    has_grown,
 )
 from transport.contracts.types import (
     FinishReason,
@@ -185,9 +186,11 @@ class SimulatedWorker:
         self._arrived: WeightIdentity | None = None
         self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
-        # By the identity of a sample that waits or runs: tokens that it went on from, and what is known of its weights.
+        # By the identity of a sample that waits or runs: tokens that it went on from, and what is known of its weights
+        # and tokens.
         self._resumed: dict[int, int] = {}
         self._reported: dict[int, tuple[WeightIdentity, WeightIdentity]] = {}
+        self._told: dict[int, int] = {}
         self._cursor = "0-0"
         self._alive = True
         self._plan = 0
@@ -258,10 +261,11 @@ class SimulatedWorker:
                 continue
             self._rows.keep(row_id(plan.group_id, sample.sample), tuple(spans))
             ages = oldest, newest = _ages(spans)
-            if self._reported.get(id(sample)) != ages:
-                self._reported[id(sample)] = ages
+            tokens = sum(tokens for _, tokens in spans) if plan.alone else 0
+            if self._reported.get(id(sample)) != ages or has_grown(tokens, self._told.get(id(sample), 0)):
+                self._reported[id(sample)], self._told[id(sample)] = ages, tokens
                 of_plan = news.setdefault((plan.group_id, plan.attempt), [])
-                of_plan.append(PartialSample(sample=sample.sample, oldest=oldest, newest=newest))
+                of_plan.append(PartialSample(sample=sample.sample, oldest=oldest, newest=newest, tokens=tokens))
         groups = [
             PartialGroup(group_id=group_id, attempt=attempt, samples=tuple(samples))
             for (group_id, attempt), samples in news.items()
@@ -273,6 +277,7 @@ class SimulatedWorker:
     def _count(self, sample: Sample[GroupPlan], generated: int) -> None:
         """It holds no slot any more. generated: what it has got, with what it went on from."""
         self._reported.pop(id(sample), None)
+        self._told.pop(id(sample), None)
         self._simulation.log.sampled_tokens += generated - self._resumed.pop(id(sample), 0)
 
     # -- what reaches it
@@ -285,7 +290,7 @@ class SimulatedWorker:
             )
             self._simulation.report(failed)
             return
-        self._left[plan.group_id] = set(plan.samples)
+        self._left.setdefault(plan.group_id, set()).update(plan.samples)
         lengths = self._simulation.scenario.lengths
         prompt_tokens = lengths.prompt_tokens(plan.prompt_id)
         for sample in plan.samples:

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import msgspec
+
 from orchestrator.core.model.outbox import CommandId, parse_entry_id
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
@@ -83,13 +85,17 @@ class FakeWorker:
     drained: bool = False
 
     def claim(self) -> None:
-        """Take the oldest plan off its stream; one that is in its hands already goes on."""
+        """Take the oldest plan off its stream; one that is in its hands already goes on, and one that asks for other
+        samples of a group that it has joins them."""
         command_id = min(self.queue)
         plan = self.queue.pop(command_id)
         assert self.weights is not None
         held = self.plans.get(plan.group_id)
         if held is None or held[0].attempt < plan.attempt:
-            self.plans[plan.group_id] = (plan, self.weights)
+            under = self.weights
+            if held is not None and not {*held[0].samples} & {*plan.samples}:
+                plan, under = msgspec.structs.replace(plan, samples=(*held[0].samples, *plan.samples)), held[1]
+            self.plans[plan.group_id] = (plan, under)
         self.cursor = max(self.cursor, command_id.entry, key=parse_entry_id)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from orchestrator.core.model.groups import MISSING, Batch, BrokenInvariantError, Group, Lane, Stage
+from orchestrator.core.model.groups import MISSING, NO_PROBE, Batch, BrokenInvariantError, Group, Lane, Stage
 from orchestrator.core.model.outbox import DispatchKey
 from orchestrator.core.model.pipeline import Pipeline
+from orchestrator.core.model.workers import Worker
 from transport.contracts.messages import TrainRound
 from transport.contracts.types import batch_of
 
@@ -59,9 +60,12 @@ def _links(p: Pipeline) -> Iterator[str]:
         yield f"workers list {dict(listed)}, running are {sorted(running)}"
     for worker in p.fleet.workers.values():
         held = [p.groups[group_id] for group_id in worker.groups]
-        expected = sum(group.num_missing for group in held)
+        expected = sum(group.num_asked for group in held)
         if worker.in_flight != expected:
-            yield f"{worker.worker_id} counts {worker.in_flight} samples in flight, its groups miss {expected}"
+            yield f"{worker.worker_id} counts {worker.in_flight} samples in flight, {expected} are expected of it"
+        load = sum(group.num_asked * group.expected_tokens for group in held)
+        if abs(worker.predicted_load - load) > 1e-6 * max(1.0, load):
+            yield f"{worker.worker_id} counts {worker.predicted_load} tokens to come, its groups expect {load}"
         if worker.evaluating != sum(group.lane is Lane.EVAL for group in held):
             yield f"{worker.worker_id} counts {worker.evaluating} attempts of evaluations, it holds others"
         waits = worker.loading is not None or p.fleet.keeps(worker)
@@ -103,6 +107,10 @@ def _queue(p: Pipeline) -> Iterator[str]:
             yield f"{group.group_id} is pending and not queued: it is lost"
 
 
+def _worker(p: Pipeline, group: Group) -> Worker:
+    return p.fleet.workers[group.worker_id]
+
+
 def _group(p: Pipeline, group: Group) -> Iterator[str]:
     name = group.group_id
     if group.lane is Lane.TRAIN and p.settings.membership == "fixed" and group.first_batch != batch_of(name):
@@ -111,6 +119,11 @@ def _group(p: Pipeline, group: Group) -> Iterator[str]:
         yield f"{name} counts {group.num_missing} missing samples of {group.tokens}"
     if group.stage is Stage.RUNNING and name not in p.fleet.workers[group.worker_id].groups:
         yield f"{name} runs on {group.worker_id}, which does not list it"
+    alone = group.probe != NO_PROBE
+    if (alone or group.followed) and (group.stage is not Stage.RUNNING or (alone and group.followed)):
+        yield f"{name} is {group.stage}, probe: {group.probe}, followed: {group.followed}"
+    if alone and (not group.lacks(group.probe) or name not in {one.group_id for one in _worker(p, group).probing}):
+        yield f"{name} is probed by sample {group.probe}, whose others nobody would send"
     if group.stage is not Stage.RUNNING and group.worker_id:
         yield f"{name} is {group.stage} and bound to {group.worker_id}"
     if (DispatchKey(name) in p.outbox.open) != (group.stage is Stage.RUNNING):

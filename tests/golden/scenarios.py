@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from orchestrator.core.dispatch.compute import PLANNERS
-from orchestrator.core.model.settings import LEAST_LOADED, CoreSettings, ScalingSettings
+from orchestrator.core.model.settings import LEAST_LOADED, PULLED, CoreSettings, ScalingSettings
 from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.engine import CostModel, FaultModel, Scenario
 from orchestrator.sim.lengths import LengthModel, long_tailed
@@ -45,7 +45,7 @@ def _faulty(seed: int, **core: object) -> Scenario:
 
 SCENARIOS: Mapping[str, Scenario] = {
     **{f"pipeline {name}": _paper(name) for name in PIPELINES},
-    **{f"dispatch {name}": _paper("stream", dispatch=name) for name in (LEAST_LOADED, *PLANNERS)},
+    **{f"dispatch {name}": _paper("stream", dispatch=name) for name in (LEAST_LOADED, PULLED, *PLANNERS)},
     "dispatch paced, in flight": _paper("in_flight", dispatch="paced"),
     "colocated": _paper("serial", COLOCATED),
     "faults, synchronous": _faulty(0, max_staleness=0, update=UpdateMode.BARRIER, checkpoint_every=2),
@@ -59,5 +59,9 @@ SCENARIOS: Mapping[str, Scenario] = {
         scaling=ScalingSettings(min_workers=1, max_workers=4),
         migrate_running=True,
         dispatch="scored",
+    ),
+    "faults, probes": replace(
+        _faulty(6, max_staleness=0, update=UpdateMode.BARRIER, groups_per_batch=16, dispatch=PULLED, probes=True),
+        costs=replace(COSTS, partial_s=0.5),
     ),
 }

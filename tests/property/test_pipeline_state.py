@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from orchestrator.core.dispatch.compute import PLANNERS
-from orchestrator.core.model.settings import LEAST_LOADED, CoreSettings, ScalingSettings
+from orchestrator.core.model.settings import LEAST_LOADED, PULLED, CoreSettings, ScalingSettings
 from tests.fakes.obeyed_pipeline import HELD_OUT, groups_of
 from tests.fakes.pipeline_world import PipelineWorld
 from tests.property.exploring import explore
@@ -72,7 +72,8 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         eval_budget=st.sampled_from([0.25, 1.0]),
         eval_hold_s=st.sampled_from([0.0, 5.0]),
         eval_timeout_s=st.sampled_from([8.0, 60.0]),
-        dispatch=st.sampled_from([LEAST_LOADED, *PLANNERS]),
+        dispatch=st.sampled_from([LEAST_LOADED, PULLED, *PLANNERS]),
+        probes=st.booleans(),
         plan_wait_s=st.sampled_from([0.0, 5.0]),
         migrate_running=st.booleans(),
         scaling=st.none() | SCALING,

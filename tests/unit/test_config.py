@@ -382,6 +382,11 @@ DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["pipeline.probes=true", "pipeline.dispatch=scored"], 'must be "auto", "pulled" or "least_loaded" with'),
+        (
+            ["pipeline.probes=true", "ranker.kind=oracle", "generation.lengths=some.txt", "generation.engine=emulated"],
+            "which knows what a probe shows",
+        ),
         (["trainer.mini_batches=3"], "pipeline.groups_per_batch = 8 must be divisible by trainer.mini_batches"),
         (
             ["pipeline.oversampled_tail=defer"],

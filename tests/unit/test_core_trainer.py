@@ -514,3 +514,9 @@ def test_core_settings_are_a_view_of_the_runs_settings():
 def test_unless_told_batches_are_planned_where_they_are_waited_for(asked: Any, max_staleness: int, dispatch: str):
     pipeline = PipelineSettings(dispatch=asked, max_staleness=max_staleness)
     assert core_settings(Settings(pipeline=pipeline)).dispatch == dispatch
+
+
+@pytest.mark.parametrize(("max_staleness", "dispatch"), [(0, "pulled"), (1, "least_loaded")])
+def test_where_groups_are_probed_nothing_is_planned(max_staleness: int, dispatch: str):
+    core = core_settings(Settings(pipeline=PipelineSettings(probes=True, max_staleness=max_staleness)))
+    assert (core.dispatch, core.plans) == (dispatch, False)

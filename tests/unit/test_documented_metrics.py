@@ -10,8 +10,8 @@ import msgspec
 from orchestrator.observability.metrics import GROUPS, OF_CRITIC, PREFIXES, MetricsLog, grouped, ranker_numbers
 from orchestrator.observability.report.bubbles import Cause
 from tests.unit.test_metrics import ended, outcome, scored, step, training
-from transport.contracts.messages import CriticReported, RankerJudged
-from transport.contracts.types import WorkerId
+from transport.contracts.messages import CriticReported, DispatchGroups, GroupPlan, RankerJudged
+from transport.contracts.types import GroupId, PromptId, WorkerId
 from workers.algorithms.loss import LossMetrics
 from workers.algorithms.value_loss import ValueMetrics
 from workers.trainer.worker import BatchTally
@@ -35,7 +35,18 @@ def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: 
     groups = [(scored(f"0/{number}", (1.0, 0.0)), outcome(f"0/{number}", how)) for number, how in enumerate(ENDS, 1)]
     for score, end in groups:
         log.observe(score, [end], 0.5)
-    log.observe(ended("0/0/0"), [], 1.0)
+    probe = GroupPlan(
+        group_id=GroupId("0/0"),
+        batch=0,
+        prompt_id=PromptId("p"),
+        samples=(0,),
+        group_size=2,
+        predicted_tokens=5.0,
+        priority=5.0,
+    )
+    others = msgspec.structs.replace(probe, samples=(1,), attempt=1, predicted_tokens=9.0)
+    sent = [DispatchGroups(worker_id=WorkerId("generate-0.1"), plans=(plan,)) for plan in (probe, others)]
+    log.observe(ended("0/0/0"), sent, 1.0)
     valued = msgspec.structs.replace(scored("0/0", (1.0, 0.0)), value_versions=(0, 0), environment_tokens=1)
     log.observe(valued, [training(0, "0/0")], 1.5)
     found = ValueMetrics(tokens=2.0, returns=1.0, return_squares=1.0).means()

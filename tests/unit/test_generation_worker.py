@@ -430,3 +430,35 @@ async def test_a_worker_that_is_told_to_leave_keeps_what_it_has():
         (request,) = await world.engine.wait_submitted(1)
         world.engine.got = [got(request, 0, 0, 4)]
     assert len((await beginnings_of(world, 1))[0]) == 4
+
+
+async def test_how_far_a_sample_is_that_runs_before_its_others_is_told_as_it_grows():
+    async with running(partial_s=0.01) as world:
+        await world.plan(0, samples=(0,))
+        (request,) = await world.engine.wait_submitted(1)
+        told = []
+        for start, tokens in [(0, 8), (8, 1), (9, 3)]:
+            world.engine.got = [got(request, 0, start, tokens)]
+            if tokens > 1:  # a ninth token is no news
+                ((group,),) = await kept(world, 1)
+                told += [sample.tokens for sample in group.samples]
+            else:
+                await world.until_log(keys.partial(group_id(3, 0)), 2)
+        assert told == [8, 12]
+
+
+async def test_the_others_run_beside_it_and_what_they_have_got_outlasts_it():
+    async with running(partial_s=0.01) as world:
+        await world.plan(0, samples=(0,))
+        await world.plan(0, samples=(1,), attempt=1)
+        probe, others = await world.engine.wait_submitted(2)
+        assert (probe.samples, others.samples) == ((0,), (1,))
+        world.engine.got = [got(probe, 0, 0, 2), got(others, 1, 0, 3)]
+        await world.until_log(keys.partial(group_id(3, 0)), 2)
+        world.engine.got = []
+        world.engine.finish(probe, 0)
+        (event,) = await world.events(1)
+        assert event.row_id == "3/0/0"
+        world.engine.finish(others, 1)
+        await world.until_acknowledged()
+        await world.until_log(keys.partial(group_id(3, 0)), 0)

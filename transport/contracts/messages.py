@@ -59,11 +59,18 @@ class PartialSample(Struct, frozen=True, kw_only=True):
     """A beginning of a sample that is on the log of its group (``PartialTokens``); a later attempt may go on from it.
 
     oldest, newest: of the weights that sampled it. Its first token is always there, so oldest never changes.
+    tokens: that are there, of a sample that runs before the others of its group; 0: not told.
     """
 
     sample: Index
     oldest: WeightIdentity
     newest: WeightIdentity
+    tokens: Count = 0
+
+
+def has_grown(tokens: int, told: int) -> bool:
+    """Whether it is worth another report that a sample has so many tokens: a quarter more than was told."""
+    return tokens > told + told // 4
 
 
 class PartialGroup(Struct, frozen=True, kw_only=True):
@@ -424,6 +431,11 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
     attempt: int = 0
     sampling: SamplingParams | None = None  # where a request asked for something else than the run's settings
     partial: tuple[PartialSample, ...] = ()  # of ``samples``, those that go on from what earlier attempts sampled
+
+    @property
+    def alone(self) -> bool:
+        """Whether one sample runs before the others of its group: how far it is says how long they will be."""
+        return not self.attempt and len(self.samples) == 1 < self.group_size
 
 
 class PartialTokens(Struct, frozen=True, kw_only=True):

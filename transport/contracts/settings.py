@@ -17,7 +17,7 @@ from transport.contracts.types import MAX_NUMBER, SamplingParams, UpdateMode
 
 ParamValue = int | float | str | bool | list[int]
 LoggerName = Literal["tensorboard", "wandb", "mlflow"]
-Dispatch = Literal["auto", "least_loaded", "even", "random", "two_class_max", "slicing", "paced", "scored"]
+Dispatch = Literal["auto", "least_loaded", "pulled", "even", "random", "two_class_max", "slicing", "paced", "scored"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 
 AtLeast0 = Annotated[int, Meta(ge=0)]
@@ -486,6 +486,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     tail_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2  # of the groups, that dispatch in two classes counts as long
     plan_wait_s: NotNegative = 1.0  # a batch waits so long for its plan, then its groups go one after another
     migrate_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
+    probes: bool = False  # one sample of a group runs first, where the others wait anyway: what it shows orders them
 
 
 class RankerSettings(Section, frozen=True, kw_only=True):

@@ -49,6 +49,7 @@ from transport.contracts.messages import (
     WorkerReported,
     encode,
     group_plan_decoder,
+    has_grown,
     worker_command_decoder,
 )
 from transport.contracts.settings import Settings
@@ -108,7 +109,7 @@ class KeptTokens(NamedTuple):
 class HeldPlan:
     """One claimed plan. to_come: samples that have no result yet.  aborted: the rest of them is not wanted.
     prompt_tokens: of its prompt, once that was read.  kept: by sample, how many of its tokens are on the group's log,
-    and the oldest and newest weights of them.
+    and the oldest and newest weights of them.  told: how many of them were reported, where it has one sample alone.
     """
 
     entry_id: str
@@ -117,6 +118,7 @@ class HeldPlan:
     aborted: bool = False
     prompt_tokens: int = 0
     kept: dict[int, KeptTokens] = field(default_factory=dict[int, KeptTokens])
+    told: int = 0
 
     @property
     def key(self) -> tuple[GroupId, int]:
@@ -528,7 +530,8 @@ class GenerationWorker:
         self._samples += len(commit.rows)
         self._release(finished)
         for held in finished:
-            if held.kept:  # else it goes with the group
+            others = self._plans.group_ids  # of the same group an attempt may run on, whose tokens are on that log, too
+            if held.kept and held.plan.group_id not in others:  # else it goes with the group
                 await self._broker.delete_stream(keys.partial(held.plan.group_id))
 
     def _publication(self, results: Sequence[Result]) -> tuple[Commit, list[HeldPlan]]:
@@ -635,9 +638,12 @@ class GenerationWorker:
             before = plan.kept.get(sample)
             kept = news[got.key] = kept_tokens(got, before)
             appends.append(partial_append(group_id, partial_tokens(got)))
-            if before is None or (before.oldest, before.newest) != (kept.oldest, kept.newest):
+            tokens = kept.end if plan.plan.alone else 0
+            same_ages = before is not None and (before.oldest, before.newest) == (kept.oldest, kept.newest)
+            if not same_ages or has_grown(tokens, plan.told):
+                plan.told = tokens
                 of_plan = reported.setdefault(plan.key, [])
-                of_plan.append(PartialSample(sample=sample, oldest=kept.oldest, newest=kept.newest))
+                of_plan.append(PartialSample(sample=sample, oldest=kept.oldest, newest=kept.newest, tokens=tokens))
         if not appends:
             return
         groups = [

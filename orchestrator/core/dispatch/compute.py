@@ -19,7 +19,7 @@ from orchestrator.core.model.settings import CoreSettings
 from transport.contracts.messages import ComputePlan, PlanComputed, PlannedWorker, PlanShare
 
 Planned: TypeAlias = Literal["even", "random", "two_class_max", "slicing", "paced", "scored"]
-"""Policies that plan a batch. The other, "least_loaded", places one group after another."""
+"""Policies that plan a batch. The others, "least_loaded" and "pulled", place one group after another."""
 
 PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
     {

@@ -6,6 +6,7 @@ Invariant: no planned group waits for a worker that is gone or unhealthy, nor wh
 would be done with it sooner; a batch waits for its plan once, until a deadline.
 
     any      a group without a plan: the worker with the fewest predicted tokens per slot
+    probe    one of its samples alone, where the rest waits in any case; the rest follows it (``probes.py``)
     own      the worker has room: the first of its queue
     stolen   the worker has nothing left of the batch and runs less than its plan meant it to: the first of the queue
              behind which most tokens wait, if the forecast says it ends sooner here
@@ -15,14 +16,16 @@ would be done with it sooner; a batch waits for its plan once, until a deadline.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from orchestrator.core.dispatch.probes import follow_longest, probe_pays, with_room
 from orchestrator.core.model.groups import MISSING, Batch, Group, Lane, Stage
 from orchestrator.core.model.outbox import BatchPlanKey
 from orchestrator.core.model.pipeline import Pipeline
+from orchestrator.core.model.settings import PULLED
 from orchestrator.core.model.staleness import may_admit
 from orchestrator.core.model.workers import Worker
-from orchestrator.core.rollout.lifecycle import assign, enqueue_for, head, may_take, release_plan, requeue
+from orchestrator.core.rollout.lifecycle import assign, enqueue_for, head, may_take, probe, release_plan, requeue
 from transport.contracts.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, RolloutFinished
 from transport.contracts.types import WorkerId, parse_row_id
 
@@ -35,9 +38,12 @@ def dispatch(p: Pipeline) -> None:
     """
     while not p.paused:
         group = head(p)
+        if follow_longest(p, group):
+            continue
         planned = p.plans.earliest_batch()
         if group is not None and (planned is None or group.batch <= planned):
-            if p.frozen(group.batch) or p.plans.awaits(group.batch, p.now_s) or not _assign_to_any(p, group):
+            waits = p.frozen(group.batch) or p.plans.awaits(group.batch, p.now_s) or not _begun(p, group)
+            if waits or not _assign_to_any(p, group):
                 return
         elif planned is None or p.frozen(planned) or not _assign_planned(p, planned):
             return
@@ -48,12 +54,41 @@ def dispatch(p: Pipeline) -> None:
 
 def _assign_to_any(p: Pipeline, group: Group) -> bool:
     """Hand out the head of the queue. Returns whether a worker could take it."""
-    roomy = with_room(p.fleet.workers.values(), group.num_missing, len(group.tokens))
+    alone = probe_pays(p, group)
+    roomy = with_room(p.fleet.workers.values(), 1 if alone else group.num_missing, len(group.tokens))
     takers = [worker for worker in roomy if may_take(p, worker, group)]
     if takers:
         heapq.heappop(p.pending)
-        assign(p, group, least_loaded(takers, group.excluded_worker))
+        (probe if alone else assign)(p, group, least_loaded(takers, group.excluded_worker))
     return bool(takers)
+
+
+def gathers(p: Pipeline, group: Group) -> bool:
+    """Whether the batch of ``group`` waits for all workers to begin it together, for ``plan_wait_s`` at most.
+
+    They take new weights one after another, and the first would be given all groups that are longest.
+    """
+    start = p.plans.start
+    if p.settings.dispatch != PULLED or group.lane is not Lane.TRAIN or group.batch < start.batch:
+        return False
+    late = not p.settings.plan_wait_s or (start.at_s and p.now_s >= start.at_s)
+    return not late and not all(may_take(p, worker, group) for worker in p.fleet.workers.values() if worker.healthy)
+
+
+def _begun(p: Pipeline, group: Group) -> bool:
+    """Whether workers may have groups of the batch of ``group``: once all can take it, or from a deadline on, which is
+    set when the first of them can.
+    """
+    start = p.plans.start
+    if p.settings.dispatch != PULLED or group.batch < start.batch:
+        return True
+    if not any(may_take(p, worker, group) for worker in p.fleet.workers.values()):
+        return False
+    if not gathers(p, group):
+        start.batch, start.at_s = group.batch + 1, 0.0
+        return True
+    start.at_s = start.at_s or p.now_s + p.settings.plan_wait_s
+    return False
 
 
 def least_loaded(workers: Sequence[Worker], excluded: WorkerId) -> Worker:
@@ -65,16 +100,6 @@ def least_loaded(workers: Sequence[Worker], excluded: WorkerId) -> Worker:
     """
     choices = [worker for worker in workers if worker.worker_id != excluded] if excluded else workers
     return min(choices or workers, key=lambda worker: worker.predicted_load / worker.capacity)
-
-
-def with_room(workers: Iterable[Worker], num_samples: int, group_size: int) -> list[Worker]:
-    """Workers that may hold ``num_samples`` more: their slots, and one group of lookahead.
-
-    The lookahead keeps slots busy while a plan travels; more of it would fix the order of groups too early.
-    It is asked at every event while a group waits, of a thousand workers too: one comparison each, before other rules.
-    """
-    lookahead = group_size - num_samples
-    return [worker for worker in workers if worker.in_flight <= worker.capacity + lookahead]
 
 
 # -- planned groups

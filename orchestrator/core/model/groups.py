@@ -31,6 +31,7 @@ MISSING = -1
 """In ``Group.tokens``: this sample has no row."""
 
 NO_WORKER = WorkerId("")
+NO_PROBE = -1
 
 Outcome: TypeAlias = Literal["trained", "filtered", "stale", "dead"]
 
@@ -103,6 +104,10 @@ class Group(msgspec.Struct, kw_only=True):
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where it is not known.
     partial: by sample, what its attempts have put on its log of samples without a row.
     deferred: it began for the batch before, which was full without it.
+    learnt_tokens: expected of a sample by what others of the group got, 0 where nothing was learnt of them.
+    probe: the sample that its running attempt asks for alone, NO_PROBE where it asks for all that are missing.
+    followed: the others were sent after the probe, while it ran: two attempts run on one worker, this one and the one
+    before.
     rank: of the trainer, that got it last.
     num_tokens: prompt once + responses.  loss_tokens: what the policy chose of the responses.  Both are set when it was
     scored.
@@ -139,6 +144,9 @@ class Group(msgspec.Struct, kw_only=True):
     rank: int = 0
     partial: dict[int, PartialSample] = msgspec.field(default_factory=dict[int, PartialSample])
     deferred: bool = False
+    learnt_tokens: float = 0.0
+    probe: int = NO_PROBE
+    followed: bool = False
 
     @property
     def first_batch(self) -> int:
@@ -174,6 +182,35 @@ class Group(msgspec.Struct, kw_only=True):
         if stage not in TRANSITIONS[self.stage]:
             raise BrokenInvariantError(f"{self.group_id} is {self.stage} and cannot become {stage}")
         self.stage = stage
+
+    @property
+    def expected_tokens(self) -> float:
+        """Of each of its samples without a row."""
+        return self.learnt_tokens or self.predicted_tokens
+
+    def learn(self, tokens: int, *, ended: bool, trusts: bool) -> float:
+        """One of its samples has so many tokens. Returns what is expected of the others from now on.
+
+        ended: that is its whole length, and the longest such is what the others are taken to be; what was predicted
+        counts beside it if it is worth something (trusts). Of one that still runs it is the least that they are.
+        Source: Seer (OSDI'26): a group is as long as the longest seen of it. Ours: running ones and the prediction.
+        """
+        if not ended:
+            return max(self.expected_tokens, float(tokens))
+        longest = float(max(1, tokens, *self.tokens))
+        return max(longest, self.predicted_tokens) if trusts else longest
+
+    @property
+    def num_asked(self) -> int:
+        """Samples that are expected of its worker."""
+        return self.num_missing if self.probe == NO_PROBE else int(self.lacks(self.probe))
+
+    def asks_for(self, sample: int) -> bool:
+        return self.lacks(sample) and self.probe in (NO_PROBE, sample)
+
+    def attempts(self) -> tuple[int, ...]:
+        """Those that run, the newest first."""
+        return (self.attempt, self.attempt - 1) if self.followed else (self.attempt,)
 
     def missing_samples(self) -> tuple[int, ...]:
         return tuple(sample for sample, tokens in enumerate(self.tokens) if tokens == MISSING)

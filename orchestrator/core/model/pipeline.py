@@ -55,6 +55,18 @@ class Calibration(msgspec.Struct, kw_only=True):
     def known(self) -> bool:
         return self.weight >= ENOUGH_SAMPLES
 
+    @property
+    def explained(self) -> float:
+        """Share of the variance of log lengths that predictions explain, in [0, 1]; 0 while too little is known."""
+        if not self.known:
+            return 0.0
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        var_x, var_y = self.xx / self.weight - mean_x * mean_x, self.yy / self.weight - mean_y * mean_y
+        covariance = self.xy / self.weight - mean_x * mean_y
+        if covariance <= 0 or var_x <= 1e-9 or var_y <= 1e-9:
+            return 0.0
+        return min(1.0, covariance * covariance / (var_x * var_y))
+
     def fade(self) -> None:
         """What follows is newer than all that came before."""
         for name in self.__struct_fields__:
@@ -89,6 +101,26 @@ class Calibration(msgspec.Struct, kw_only=True):
         return math.exp(mean_y + slope * (math.log(predicted_tokens) - mean_x) + spread * spread / 2), spread
 
 
+class Probes(msgspec.Struct, kw_only=True):
+    """What probes of groups came to, since the run began.
+
+    num_started: samples that started before the others of their group.  num_followed: groups whose others started
+    before the probe had ended.
+    """
+
+    num_started: int = 0
+    num_followed: int = 0
+
+
+class Start(msgspec.Struct, kw_only=True):
+    """Of the next batch whose workers begin together. batch: no earlier one waits.  at_s: it waits no longer, 0 while
+    no worker can take it.
+    """
+
+    batch: int = 0
+    at_s: float = 0.0
+
+
 class Plans(msgspec.Struct, kw_only=True):
     """All of it.
 
@@ -99,6 +131,7 @@ class Plans(msgspec.Struct, kw_only=True):
     crowded: workers whose memory is too small for all of their share at once.
     slowdowns: worker -> seconds of its samples, over those that were expected.
     calibration: what predictions were worth.  ranker: how it was judged last, None where there is none.
+    probes: what they came to.  start: of the next batch, where nothing is planned.
     Invariant: a planned group is pending and in exactly one worker's queue; the first of a queue is planned, others may
     be obsolete.
     """
@@ -113,6 +146,8 @@ class Plans(msgspec.Struct, kw_only=True):
     slowdowns: dict[WorkerId, float] = msgspec.field(default_factory=dict[WorkerId, float])
     calibration: Calibration = msgspec.field(default_factory=Calibration)
     ranker: RankerJudged | None = None
+    probes: Probes = msgspec.field(default_factory=Probes)
+    start: Start = msgspec.field(default_factory=Start)
 
     def awaits(self, batch: int, now_s: float) -> bool:
         """Whether groups of ``batch`` wait for a plan that may still come in time."""

@@ -30,6 +30,8 @@ from transport.contracts.types import UpdateMode
 
 LEAST_LOADED = "least_loaded"
 """The dispatch policy that plans nothing: each group to the worker with the least to do."""
+PULLED = "pulled"
+"""The same, but no worker begins a batch before the others can: the first would take all that is long."""
 MANY_WORKERS = 5
 """Generation workers from which on a plan pays also where batches overlap."""
 ROUNDS = 8
@@ -108,6 +110,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: policy, see ``dispatch/compute.py``.  tail_share: of the groups, that two-class dispatch counts as long.
     plan_wait_s: a batch waits so long for its plan.
     migrate_running: running groups of slow workers start over on idle ones, see ``dispatch/handout.py``.
+    probes: one sample of a group starts before its others where it pays, see ``dispatch/probes.py``.
     decode_cost: of a worker without slowdown.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
     scaling: when generation workers come and go; None: never.  fp8: until when engines use it; None: none does.
@@ -155,6 +158,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     tail_share: float = _PIPELINE.tail_share
     plan_wait_s: float = _PIPELINE.plan_wait_s
     migrate_running: bool = _PIPELINE.migrate_running
+    probes: bool = _PIPELINE.probes
     decode_cost: DecodeCost = decode_cost_of(DecodeCostSettings())
     train_token_s: float = 0.0
     max_response_tokens: int = 0
@@ -169,7 +173,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def plans(self) -> bool:
         """Whether batches are planned; a service run has none."""
-        return self.dispatch != LEAST_LOADED and not self.service
+        return self.dispatch not in (LEAST_LOADED, PULLED) and not self.service
 
 
 def core_settings(settings: Settings) -> CoreSettings:
@@ -247,6 +251,8 @@ def chosen_dispatch(settings: Settings) -> str:
     pipeline, generation = settings.pipeline, settings.generation
     if pipeline.dispatch != "auto":
         return pipeline.dispatch
+    if pipeline.probes:
+        return LEAST_LOADED if pipeline.max_staleness else PULLED
     return default_dispatch(
         max_staleness=pipeline.max_staleness,
         update=UpdateMode(pipeline.update),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from orchestrator.core.model.groups import EVAL, NO_WORKER, Group
+from orchestrator.core.model.groups import EVAL, NO_WORKER, Group, PendingEntry
 from transport.contracts.types import GroupId, UpdateMode, WeightIdentity, WorkerId, WorkerKind
 
 MAX_LOAD_ATTEMPTS = 3
@@ -26,9 +26,10 @@ class Worker(msgspec.Struct, kw_only=True):
 
     capacity: samples it decodes at once.  loaded: weights it serves.  loading: weights that it was sent to load.
     groups: dispatched to it and not finished.  evaluating: how many of them are of the eval lane.
-    in_flight: samples missing from them.  predicted_load: their tokens.
+    in_flight: samples expected of them.  predicted_load: their tokens.
     batch: newest batch it was given groups of.  aborting: groups that it should stop, not yet seen stopped.
     draining: it gets nothing more, and leaves when it holds nothing.
+    probing: heap of its groups of which one sample runs alone, and of some that were.
     """
 
     worker_id: WorkerId
@@ -44,6 +45,7 @@ class Worker(msgspec.Struct, kw_only=True):
     batch: int = -1
     aborting: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
     draining: bool = False
+    probing: list[PendingEntry] = msgspec.field(default_factory=list[PendingEntry])
 
     @property
     def healthy(self) -> bool:
@@ -51,8 +53,7 @@ class Worker(msgspec.Struct, kw_only=True):
 
     def take(self, group: Group) -> None:
         self.groups[group.group_id] = None
-        self.in_flight += group.num_missing
-        self.predicted_load += group.num_missing * group.predicted_tokens
+        self.add(group, group.num_asked)
         if group.lane is EVAL:
             self.evaluating += 1
         else:
@@ -60,14 +61,19 @@ class Worker(msgspec.Struct, kw_only=True):
 
     def release(self, group: Group) -> None:
         del self.groups[group.group_id]
-        self.subtract(group, group.num_missing)
+        self.subtract(group, group.num_asked)
         if group.lane is EVAL:
             self.evaluating -= 1
+
+    def add(self, group: Group, num_samples: int) -> None:
+        """So many samples of ``group`` are expected of it."""
+        self.in_flight += num_samples
+        self.predicted_load += num_samples * group.expected_tokens
 
     def subtract(self, group: Group, num_samples: int) -> None:
         """So many samples of ``group`` came, or will not come from here."""
         self.in_flight -= num_samples
-        self.predicted_load -= num_samples * group.predicted_tokens
+        self.predicted_load -= num_samples * group.expected_tokens
         if not self.in_flight:
             self.predicted_load = 0.0  # rounding must not outlive the work
 

@@ -18,6 +18,7 @@ from enum import StrEnum
 from orchestrator.core.model.groups import (
     EVAL,
     MISSING,
+    NO_PROBE,
     NO_WORKER,
     SERVE,
     TRAIN,
@@ -53,6 +54,8 @@ from transport.contracts.types import FinishReason, GroupId, RowId, WorkerId, pa
 
 BATCH_PRIORITY_TOKENS = 10_000_000
 """Longer than any response: one batch earlier outranks any difference of predicted lengths."""
+PROBE_PRIORITY_TOKENS = BATCH_PRIORITY_TOKENS // 2
+"""Likewise: a probe runs before whole groups of its batch, or it would show nothing in time."""
 EVALUATION_PRIORITY = 1e12
 """Above that of any group of any batch."""
 
@@ -85,12 +88,18 @@ def enqueue(p: Pipeline, group: Group) -> None:
     """
     group.move(Stage.PENDING)
     p.plans.remove(group)
-    heapq.heappush(p.pending, _entry(p, group, -group.predicted_tokens - group.deferred * BATCH_PRIORITY_TOKENS))
+    heapq.heappush(p.pending, _entry(p, group, -_urgency(p, group)))
 
 
 def enqueue_for(p: Pipeline, worker_id: WorkerId, group: Group, rank: int) -> None:
     """The pending group waits for this worker, as its ``rank``-th of the batch, or for one that is done sooner."""
     p.plans.put(worker_id, _entry(p, group, float(rank)), group.num_missing * group.predicted_tokens)
+
+
+def _urgency(p: Pipeline, group: Group) -> float:
+    """Tokens; a deferred group comes first, and those that may be probed come before all that are known better."""
+    probes = PROBE_PRIORITY_TOKENS if may_probe(p, group) else 0
+    return group.expected_tokens + probes + group.deferred * BATCH_PRIORITY_TOKENS
 
 
 def _entry(p: Pipeline, group: Group, order_key: float) -> PendingEntry:
@@ -135,6 +144,10 @@ def assign(p: Pipeline, group: Group, worker: Worker) -> None:
     p.plans.remove(group)
     start(p, group, worker)
     mark_exchangeable(p, group)
+    _set_deadline(p, group)
+
+
+def _set_deadline(p: Pipeline, group: Group) -> None:
     deadline = Deadline(p.now_s + p.settings.rollout_timeout_s, group.group_id, group.attempt)
     heapq.heappush(p.deadlines, deadline)
 
@@ -152,13 +165,17 @@ def start(p: Pipeline, group: Group, worker: Worker) -> None:
     partial = resumed(p, group)
     versions = (version, *(sample.oldest.version for sample in partial))
     group.oldest_version = min(versions) if fresh else min(group.oldest_version, *versions)
+    _send(p, group, group.missing_samples() if group.probe == NO_PROBE else (group.probe,), partial)
+
+
+def _send(p: Pipeline, group: Group, samples: tuple[int, ...], partial: tuple[PartialSample, ...] = ()) -> None:
     plan = GroupPlan(
         group_id=group.group_id,
         batch=EVALUATION if group.lane is EVAL else group.batch,
         prompt_id=group.prompt_id,
-        samples=group.missing_samples(),
+        samples=samples,
         group_size=len(group.tokens),
-        predicted_tokens=group.predicted_tokens,
+        predicted_tokens=group.expected_tokens,
         priority=plan_priority(group),
         attempt=group.attempt,
         sampling=group.sampling,
@@ -195,7 +212,65 @@ def plan_priority(group: Group) -> float:
     """Priority inside an engine, higher first: evaluations, then the earlier batch, then the longest prediction."""
     if group.lane is EVAL:
         return EVALUATION_PRIORITY + group.predicted_tokens
-    return group.predicted_tokens - group.first_batch * BATCH_PRIORITY_TOKENS
+    probes = PROBE_PRIORITY_TOKENS if group.probe != NO_PROBE else 0
+    return group.expected_tokens + probes - group.first_batch * BATCH_PRIORITY_TOKENS
+
+
+# -- one sample of a group before the others (which groups, and when the others follow: ``dispatch/probes.py``)
+
+
+GOOD_RANKER = 0.5
+"""Share of the variance of samples' log lengths that predictions explain, from which on a probe shows too little more.
+Source: ours, docs/dispatch.md: with a recall of .87 they explain more, and probes change nothing.
+"""
+
+
+def may_probe(p: Pipeline, group: Group) -> bool:
+    """Whether one of its samples may start alone: it was never tried, so whatever befalls a probe, the next attempt is
+    at the whole group."""
+    fresh = not group.attempt and group.num_missing == len(group.tokens) > 1
+    return p.settings.probes and fresh and group.lane is TRAIN and not group.sent
+
+
+def probe(p: Pipeline, group: Group, worker: Worker) -> None:
+    """The worker generates the first sample of ``group``, which was next, alone."""
+    group.probe = 0
+    assign(p, group, worker)
+    p.plans.probes.num_started += 1
+    heapq.heappush(worker.probing, _entry(p, group, -group.expected_tokens))
+
+
+def follow(p: Pipeline, group: Group) -> None:
+    """The other samples of ``group`` go to where its probe runs, as an attempt beside it."""
+    worker, alone = p.fleet.workers[group.worker_id], group.probe
+    others = tuple(sample for sample in group.missing_samples() if sample != alone)
+    group.attempt += 1
+    group.probe, group.followed = NO_PROBE, True
+    worker.add(group, len(others))
+    _send(p, group, others)
+    _set_deadline(p, group)
+    p.plans.probes.num_followed += 1
+
+
+def learn(p: Pipeline, group: Group, tokens: int, *, ended: bool) -> None:
+    """One of its samples has got so many tokens: its others, and the queue that they wait in, go by it.
+
+    An entry of before is out of date and stays: while a group waits it is only expected to be longer, so it comes last.
+    """
+    if not p.settings.probes or group.lane is not TRAIN:
+        return
+    expected = group.learn(tokens, ended=ended, trusts=p.plans.calibration.explained >= GOOD_RANKER)
+    more = expected - group.expected_tokens
+    if not more or (more < 0 and group.stage is Stage.PENDING):
+        return
+    group.learnt_tokens = expected
+    if group.stage is Stage.RUNNING:
+        worker = p.fleet.workers[group.worker_id]
+        worker.predicted_load += group.num_asked * more
+        if group.probe != NO_PROBE:
+            heapq.heappush(worker.probing, _entry(p, group, -group.expected_tokens))
+    elif group.stage is Stage.PENDING and group.group_id not in p.plans.planned:
+        heapq.heappush(p.pending, _entry(p, group, -_urgency(p, group)))
 
 
 # -- an attempt ends
@@ -207,12 +282,17 @@ def take_back(p: Pipeline, group: Group, reason: str = "") -> None:
     worker.release(group)
     p.outbox.confirm(DispatchKey(group.group_id))
     if reason:  # named with its attempt: a later dispatch of the same group to this worker must survive the abort
+        attempts = group.attempts()
         abort = AbortRollouts(
-            worker_id=worker.worker_id, group_ids=(group.group_id,), reason=reason, attempts=(group.attempt,)
+            worker_id=worker.worker_id,
+            group_ids=(group.group_id,) * len(attempts),
+            reason=reason,
+            attempts=attempts,
         )
         p.outbox.emit_until(AbortKey(worker.worker_id, group.group_id), abort)
         worker.aborting[group.group_id] = None
     group.worker_id = NO_WORKER
+    group.probe, group.followed = NO_PROBE, False
     if group.lane is EVAL:
         p.fleet.loads_pending = True
 
@@ -296,19 +376,22 @@ class GroupLane:
         if cause is not None:
             self.end(group, "stale", cause.value, free=cause is Cause.LOST_WEIGHTS)
             return
-        p, runs = self._p, group.stage is Stage.RUNNING
-        if runs:
+        p, runs, probed = self._p, group.stage is Stage.RUNNING, group.probe == sample
+        if runs and group.asks_for(sample):
             p.fleet.workers[group.worker_id].subtract(group, 1)
         group.tokens[sample] = event.response_tokens
         group.partial.pop(sample, None)
         group.num_missing -= 1
         group.deaths = group.all_deaths = 0
         group.newest_version = max(group.newest_version, event.newest.version)
+        learn(p, group, event.response_tokens, ended=True)
         if group.num_missing == 0:
             if runs:
                 take_back(p, group)
             p.plans.remove(group)
             group.move(Stage.SCORING)
+        elif probed:
+            requeue(p, group)  # its others, by what it showed
         self.row_arrived(group, event)
 
     def vanished(self, group: Group, sample: int, row: RowId) -> bool:
@@ -443,11 +526,13 @@ class Lifecycle:
         """Beginnings of samples are on their groups' logs. Those of an attempt that was taken back come too late."""
         for kept in event.partial:
             group = self._p.live(kept.group_id)
-            if group is None or (group.worker_id, group.attempt) != (worker.worker_id, kept.attempt):
+            if group is None or group.worker_id != worker.worker_id or kept.attempt not in group.attempts():
                 continue
             for sample in kept.samples:
                 if group.lacks(sample.sample):
                     group.partial[sample.sample] = sample
+                    if sample.tokens:
+                        learn(self._p, group, sample.tokens, ended=False)
 
     def expire(self) -> None:
         p = self._p

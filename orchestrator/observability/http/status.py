@@ -17,6 +17,8 @@ events_cursor        id of the last entry of the events log that is applied
                      scaling: null, or how many generation workers there are to be: {min_workers, max_workers, draining,
                      changed (batch, -1 never), from_workers, to_workers, reason, judged (batch, -1 none yet), delta_s,
                      saved_s}
+                     probes: null, or what samples that ran before the others of their group came to: {num_started,
+                     num_followed (by the others, before they had ended), num_running}
 wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s}
 blocked              null, or the same once nothing progressed for liveness.warn_s, with still_s, seconds since then,
                      and pending {process: reason} where an engine has not started processes yet
