@@ -108,3 +108,7 @@ def test_where_memory_is_short_lengths_are_worth_knowing_and_equal_workers_stay_
     plans = [record.event.policy for record, _ in known.history if isinstance(record.event, PlanComputed)]
     assert plans == ["even_longest_first", "balanced"], "first nothing is known of predictions"
     assert measured(known).seconds < 0.95 * measured(even).seconds
+
+
+def test_a_batch_that_all_workers_begin_together_is_not_taken_by_the_first_of_them():
+    assert run("pulled").end_s < 0.8 * run("least_loaded").end_s, "691 s were 479 s"
