@@ -145,15 +145,15 @@ class DataPart(Section, frozen=True, kw_only=True, omit_defaults=True):
     environment_params: dict[str, ParamValue] = {}  # of the environment that it names
     advantage: PartAdvantage = ""  # of its groups; empty: algorithm.advantage
     loss: PartLoss = ""  # of its tokens; empty: algorithm.loss
-    clip_low: Share | None = None  # as in [algorithm], of its tokens; out: algorithm.clip_low
-    clip_high: Positive | None = None  # likewise
-    importance_cap: NotNegative | None = None  # likewise
-    overlong_share: ShareOrNone | None = None  # likewise, of its rewards
-    overlong_penalty: NotNegative | None = None  # likewise
-    rl_coef: NotNegative | None = None  # likewise, of its tokens
-    ce_coef: NotNegative | None = None  # likewise
-    ce_above: ImitationBound | None = None  # likewise
-    kl_coef: NotNegative | None = None  # likewise
+    clip_low: Share | None = None  # the ratio of its tokens counts down to 1 - clip_low; out: algorithm.clip_low
+    clip_high: Positive | None = None  # and up to 1 + this ratio; out: algorithm.clip_high
+    importance_cap: NotNegative | None = None  # of the ratio of its tokens; out: algorithm.importance_cap
+    overlong_share: ShareOrNone | None = None  # last part of sampling.max_new_tokens in which its rewards fall; out: algorithm.overlong_share
+    overlong_penalty: NotNegative | None = None  # off its rewards at most; out: algorithm.overlong_penalty
+    rl_coef: NotNegative | None = None  # factor in the loss of its tokens; out: algorithm.rl_coef
+    ce_coef: NotNegative | None = None  # the same factor; out: algorithm.ce_coef
+    ce_above: ImitationBound | None = None  # its rewards above it are imitated; out: algorithm.ce_above
+    kl_coef: NotNegative | None = None  # the same factor; out: algorithm.kl_coef
 
 
 class DataSettings(Section, frozen=True, kw_only=True):
