@@ -148,7 +148,7 @@ class DataPart(Section, frozen=True, kw_only=True, omit_defaults=True):
     clip_low: Share | None = None  # the ratio of its tokens counts down to 1 - clip_low; out: algorithm.clip_low
     clip_high: Positive | None = None  # and up to 1 + this ratio; out: algorithm.clip_high
     importance_cap: NotNegative | None = None  # of the ratio of its tokens; out: algorithm.importance_cap
-    overlong_share: ShareOrNone | None = None  # last part of its tokens, in which rewards fall; out: algorithm.overlong_share
+    overlong_share: ShareOrNone | None = None  # last tokens, in which rewards fall; out: algorithm.overlong_share
     overlong_penalty: NotNegative | None = None  # off its rewards at most; out: algorithm.overlong_penalty
     rl_coef: NotNegative | None = None  # factor in the loss of its tokens; out: algorithm.rl_coef
     ce_coef: NotNegative | None = None  # the same factor; out: algorithm.ce_coef
