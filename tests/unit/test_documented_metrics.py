@@ -54,10 +54,15 @@ def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: 
     log.observe(CriticReported(worker_id=WorkerId("critic-0.1"), report=of_critic), [], 1.6)
     assert found.keys() < {*OF_CRITIC}
     log.observe(step(0), [], 2.0)
+    first_line = log.last_line
+    log.observe(scored("0/4", (1.0, 0.0)), [training(1, "0/4")], 2.5)  # left over by batch 0
+    log.observe(step(1), [], 3.0)
+    assert log.last_line["groups_deferred"] == 1
+    assert "groups_deferred" not in first_line
     of_step = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped_nonfinite": 0.0}
     tally = BatchTally(started_s=0.0, steps=[of_step | LossMetrics(tokens=1.0, loss_tokens=1.0).means()])
     judged = ranker_numbers(RankerJudged(trusted=True, num_groups=1))
-    told = {*log.last_line, *tally.metrics(1.0, publish_s=0.0), *judged, "well_formed"}
+    told = {*first_line, *log.last_line, *tally.metrics(1.0, publish_s=0.0), *judged, "well_formed"}
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     explained = {key for row in rows for key in re.findall(r"`(\w+)`", row)} | set(re.findall(r"`(ranker_\w+)`", text))
