@@ -60,7 +60,7 @@ def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: 
     assert log.last_line["groups_deferred"] == 1
     assert "groups_deferred" not in first_line
     of_step = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped_nonfinite": 0.0}
-    tally = BatchTally(started_s=0.0, steps=[of_step | LossMetrics(tokens=1.0, loss_tokens=1.0).means()])
+    tally = BatchTally(started_s=0.0, steps=[of_step | LossMetrics(tokens=1.0, kl_tokens=1.0, loss_tokens=1.0).means()])
     judged = ranker_numbers(RankerJudged(trusted=True, num_groups=1))
     told = {*first_line, *log.last_line, *tally.metrics(1.0, publish_s=0.0), *judged, "well_formed"}
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
