@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -393,6 +394,12 @@ def test_a_folder_of_many_files_says_what_they_are_for() -> None:
     for folder in crowded:
         text = (folder / "README.md").read_text(encoding="utf-8")
         assert [path.name for path in modules_in(folder) if path.name not in text] == [], name_of(folder)
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by their last name alone, and gives up on the whole run when it has two of one."""
+    names = Counter(path.name for path in python_files("tests") if path.name.startswith("test_"))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_every_file_that_a_readme_names_exists() -> None:
