@@ -65,19 +65,24 @@ class TrlReference:
     def advantages(self, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
         """[groups, group_size] rewards -> advantages of the same shape, as TRL scores its own completions."""
         self._rewards = rewards.reshape(-1).tolist()
-        self.trainer.use_vllm = self.trainer.vllm_importance_sampling_correction = False  # ``loss`` may have set it
+        self._as_it_came()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             scored = self.trainer._generate_and_score_completions([{"prompt": "1 + 1"} for _ in self._rewards])
         return scored["advantages"].numpy().reshape(rewards.shape)
+
+    def _as_it_came(self) -> None:
+        """Without what ``loss`` has set for an objective."""
+        self.trainer.use_vllm = self.trainer.vllm_importance_sampling_correction = False
+        self.trainer.beta = 0.0
 
     def leave_one_out(self, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
         """The same by its trainer of RLOO."""
         from trl.trainer.rloo_trainer import RLOOTrainer
 
         self._rewards = rewards.reshape(-1).tolist()
-        self.trainer.reward_clip_range, self.trainer.normalize_advantages, self.trainer.beta = None, False, 0.0
-        self.trainer.use_vllm = self.trainer.vllm_importance_sampling_correction = False  # ``loss`` may have set it
+        self.trainer.reward_clip_range, self.trainer.normalize_advantages = None, False
+        self._as_it_came()
         ours = self.trainer._generate
 
         def generate(prompts: list[str]) -> tuple[Any, Any, Any]:

@@ -114,7 +114,8 @@ def mattering(cells: Sequence[Cell], least: float) -> dict[str, Assumptions]:
     pipelines = [side for side in sides if isinstance(side, Pipelined)]
     if len(pipelines) < len(sides):
         return moves()
-    return {name: one for name, one in moves().items() if max(_changed(side, one) for side in pipelines) >= least}
+    changed = {name: max((_changed(side, one) for side in pipelines), default=0.0) for name, one in moves().items()}
+    return {name: one for name, one in moves().items() if changed[name] >= least}
 
 
 def _changed(side: Pipelined, assumed: Assumptions) -> float:
