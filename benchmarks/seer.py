@@ -35,6 +35,7 @@ from orchestrator.sim.lengths import long_tailed
 from orchestrator.sim.llms import QWEN_72B
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, scenario
 from orchestrator.sim.simulate import simulate
+from transport.contracts.llms import BF16, Fp8
 from transport.contracts.messages import DispatchGroups, RolloutFinished
 from transport.contracts.types import batch_of
 
@@ -57,7 +58,7 @@ class Case:
     slots: int = MAX_RUNNING
     probes: bool = False
     drafts: float = 0.0
-    kv_bytes: int = 2
+    fp8: Fp8 = BF16
     paper: str = "-"
 
     def layout(self) -> Layout:
@@ -67,7 +68,7 @@ class Case:
             colocated=True,
             slots=self.slots,
             drafts=self.drafts,
-            kv_bytes=self.kv_bytes,
+            fp8=self.fp8,
         )
 
     def workload(self, seed: int, groups: int) -> Workload:
@@ -123,7 +124,7 @@ CASES = {
         recall=0,
         probes=True,
     ),
-    "seer_fp8": Case(title=f"scored, recall {PAPER_RECALL}, drafts, fp8 caches", drafts=DRAFTS, kv_bytes=1),
+    "seer_fp8": Case(title=f"scored, recall {PAPER_RECALL}, drafts, fp8 caches", drafts=DRAFTS, fp8=Fp8(kv=True)),
 }
 
 

@@ -50,7 +50,7 @@ from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.llms import QWEN_72B
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
 from orchestrator.sim.simulate import simulate
-from transport.contracts.llms import BYTES
+from transport.contracts.llms import Fp8
 
 SEEDS = (11, 12, 13)
 WARM_UP, COOL_DOWN = 4, 2
@@ -60,7 +60,7 @@ BATCHES = WARM_UP + 20 + COOL_DOWN
 
 def aids_of(layout: Layout) -> dict[str, Any]:
     """What its engines have beyond plain ones."""
-    return {"drafts": layout.drafts, "kv_bytes": layout.kv_bytes, "bytes_a_weight": layout.bytes_a_weight}
+    return {"drafts": layout.drafts, "fp8": layout.fp8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +78,12 @@ class Case:
     @property
     def aided(self) -> bool:
         """Whether its engines have something that the plain baseline's have not."""
-        layout = self.layout
-        return bool(layout.drafts) or layout.kv_bytes != BYTES or layout.bytes_a_weight != BYTES
+        return any(aids_of(self.layout).values())
 
     @property
     def armed(self) -> Case:
         """The colocated baseline with the same aids."""
-        layout = self.layout
-        baseline = aided(BASELINE.experiment, **aids_of(layout))
+        baseline = aided(BASELINE.experiment, **aids_of(self.layout))
         return Case(title="colocated", experiment=baseline)
 
     def run(self, seed: int, batches: int) -> SimulationLog:
@@ -111,7 +109,9 @@ CASES = {
     "async_aided": Case(
         title="in flight with drafts", experiment=aided(in_flight(AIDED_SPLIT["async"]), drafts=DRAFTS)
     ),
-    "async_fp8": Case(title="in flight with fp8 caches", experiment=aided(in_flight(AIDED_SPLIT["async"]), kv_bytes=1)),
+    "async_fp8": Case(
+        title="in flight with fp8 caches", experiment=aided(in_flight(AIDED_SPLIT["async"]), fp8=Fp8(kv=True))
+    ),
     "async_fp8_weights": Case(title="in flight with caches and weights in fp8", experiment=in_fp8()),
     "mean1_aided": Case(title="rolling with drafts", experiment=aided(rolling(AIDED_SPLIT["async"]), drafts=DRAFTS)),
 }

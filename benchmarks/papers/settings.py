@@ -14,7 +14,7 @@ from benchmarks.papers.experiments import FULL_LENGTH, Pipelined
 from orchestrator.sim.costs import A100, ASSUMED, GPUS_PER_NODE, H800, swap_s
 from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B
 from orchestrator.sim.scenarios import Layout
-from transport.contracts.llms import Llm
+from transport.contracts.llms import BF16, Fp8, Llm
 
 GPUS = {QWEN_7B: 32, QWEN_32B: 64, QWEN_72B: 128}
 """GPUs of each LLM. StreamRL prints 32 for the 7B (fig. 11) and has 128; that of the 32B is ours."""
@@ -160,18 +160,16 @@ generation is the slower stage. With weights in fp8, too, instances of four GPUs
 swap."""
 
 
-def aided(experiment: Pipelined, *, drafts: float = 0.0, kv_bytes: int = 2, bytes_a_weight: int = 2) -> Pipelined:
-    """The same with engines that draft at this acceptance, or hold keys and values, or weights, in so many bytes."""
-    layout = replace(experiment.layout, drafts=drafts, kv_bytes=kv_bytes, bytes_a_weight=bytes_a_weight)
-    return replace(experiment, layout=layout)
+def aided(experiment: Pipelined, *, drafts: float = 0.0, fp8: Fp8 = BF16) -> Pipelined:
+    """The same with engines that draft at this acceptance, or hold something in fp8."""
+    return replace(experiment, layout=replace(experiment.layout, drafts=drafts, fp8=fp8))
 
 
 def in_fp8() -> Pipelined:
     """In flight with caches and weights in fp8."""
     experiment = in_flight(AIDED_SPLIT["fp8"])
-    return aided(
-        replace(experiment, layout=replace(experiment.layout, tensor_parallel=4)), kv_bytes=1, bytes_a_weight=1
-    )
+    smaller = replace(experiment, layout=replace(experiment.layout, tensor_parallel=4))
+    return aided(smaller, fp8=Fp8(kv=True, weights=True))
 
 
 def asyncflow(llm: Llm, gpus: int, pipeline: str, *, batch: int = 0) -> Pipelined:

@@ -418,7 +418,7 @@ def profile(
 ) -> None:
     resolved = configuration.resolve(configuration.overrides())
     from orchestrator.cli import profile
-    from orchestrator.planning.profiles import Fp8
+    from transport.contracts.llms import Fp8
 
     raise typer.Exit(profile.main(resolved.settings, out, Fp8(kv=fp8_kv, weights=fp8_weights)))
 

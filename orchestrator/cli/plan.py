@@ -24,7 +24,6 @@ from orchestrator.planning.allocation import MeasuredSplit, Objective, Pool, Spl
 from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, planned, run_settings
 from orchestrator.planning.profiles import (
     NAME,
-    Fp8,
     Profile,
     check_model,
     extrapolated,
@@ -37,7 +36,7 @@ from orchestrator.sim.costs import GPUS, OUR_TRAINER, Algorithm, DoesNotFitError
 from orchestrator.sim.lengths import read_lengths
 from orchestrator.sim.llms import HUB, LLMS
 from orchestrator.sim.scenarios import PIPELINES
-from transport.contracts.llms import BYTES, Llm, UnknownModelError, from_config
+from transport.contracts.llms import Fp8, Llm, UnknownModelError, from_config
 from transport.errors import InputFileError
 from transport.process.files import read_json
 
@@ -63,7 +62,6 @@ Drafted = Annotated[
 ]
 SmallCaches = Annotated[bool, typer.Option("--fp8-kv", help="Keys and values of engines in one byte, not two.")]
 SmallWeights = Annotated[bool, typer.Option("--fp8-weights", help="Weights that generate in one byte, not two.")]
-FP8_BYTES = 1
 GBPS = 1e9 / 8
 """Bytes a second of one Gbit/s."""
 NEVER_IDLE = 0.02
@@ -111,7 +109,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     measured = None if profile is None else read_profile(profile)
-    measured = with_aids(measured, drafts, fp8_kv=fp8_kv, fp8_weights=fp8_weights)
+    fp8 = Fp8(kv=fp8_kv, weights=fp8_weights)
+    measured = with_aids(measured, drafts, fp8)
     pools = parse_pools(gpus, parse_prices(prices), hardware(measured))
     llm = chosen_model(model, measured)
     skipped: list[str] = []
@@ -127,8 +126,7 @@ def plan(
         recall=recall if recall < 1.0 else None,
         link_bytes_per_s=link_gbps * GBPS,
         drafts=drafts,
-        kv_bytes=FP8_BYTES if fp8_kv else BYTES,
-        bytes_a_weight=FP8_BYTES if fp8_weights else BYTES,
+        fp8=fp8,
         seed=seed,
         assumed=planned(one_of("--recompute", recompute, get_args(Recompute))),
     )
@@ -164,15 +162,13 @@ def plan(
 # -- arguments
 
 
-def with_aids(measured: Profile | None, drafts: float, *, fp8_kv: bool, fp8_weights: bool) -> Profile | None:
+def with_aids(measured: Profile | None, drafts: float, fp8: Fp8) -> Profile | None:
     """The profile as its engine is with these aids. Raises ConfigError: it was not measured with them."""
     if measured is None:
         return None
     if drafts:
         raise ConfigError("a profile says nothing of drafts: what comes true of them, a run measures", where="--drafts")
-    if not (fp8_kv or fp8_weights):
-        return measured
-    return variant_of(measured, Fp8(kv=fp8_kv, weights=fp8_weights))
+    return variant_of(measured, fp8) if fp8 else measured
 
 
 def parse_pools(text: str, prices: Mapping[str, float], known: Mapping[str, Gpu] = GPUS) -> list[Pool]:
@@ -387,11 +383,7 @@ def limit(prediction: Prediction) -> str:
 
 def notes(job: Job) -> list[str]:
     """What about the input makes the answer worth less, and what the engines must be told for it to hold."""
-    on = [
-        *(["drafts"] if job.drafts else []),
-        *(["fp8 keys and values"] if job.kv_bytes != BYTES else []),
-        *(["fp8 weights"] if job.bytes_a_weight != BYTES else []),
-    ]
+    on = [*(["drafts"] if job.drafts else []), *(f"fp8 {name}" for name in job.fp8.names)]
     aids = [f"reckoned with {' and '.join(on)}, which the settings turn on for SGLang and vLLM"] if on else []
     if len(job.groups) == 1:
         return [*aids, "the file has one prompt: every batch is made of it, and a plan for other lengths will differ"]

@@ -20,8 +20,9 @@ import msgspec
 from orchestrator.config.rules import broken_of_fp8
 from orchestrator.config.schema import to_toml
 from orchestrator.errors import ChildFailedError, ConfigError, writing_out
-from orchestrator.planning.profiles import Errors, Fp8, Profile, Variant, fit, with_variant
+from orchestrator.planning.profiles import Errors, Profile, Variant, fit, with_variant
 from transport.contracts.continuous_batching import Measurements
+from transport.contracts.llms import BF16, Fp8
 from transport.contracts.settings import Settings
 from transport.process.files import replace
 from transport.process.programs import python_module
@@ -30,8 +31,6 @@ MEASURE_LIMIT_S = 1800.0
 """The worker has its own limits; this one is for a machine that hangs."""
 QUIET_SHARE = 0.1
 """Of the machine that other programs may take; beyond it a measurement is theirs, too."""
-BF16 = Fp8()
-"""Nothing is in fp8."""
 STAT = Path("/proc/stat")
 
 
@@ -41,10 +40,9 @@ def main(settings: Settings, out: Path, fp8: Fp8 = BF16) -> int:
     Raises ChildFailedError, ConfigError.
     """
     check_place(out)
-    cheaper = in_fp8(settings, fp8) if fp8 != BF16 else None
+    cheaper = in_fp8(settings, fp8) if fp8 else None
     load = MachineLoad()
-    own = Fp8(kv=settings.generation.kv_dtype == "fp8", weights=settings.generation.weights_dtype == "fp8")
-    profile = msgspec.structs.replace(fit(measure(settings)), fp8=own)
+    profile = msgspec.structs.replace(fit(measure(settings)), fp8=settings.generation.fp8)
     if cheaper is not None:
         print(f"the engine once more, with {fp8.options}")
         profile = with_variant(profile, fp8, measure(cheaper))
@@ -68,8 +66,7 @@ def in_fp8(settings: Settings, fp8: Fp8) -> Settings:
             f"{fp8.options}: leave out generation.kv_dtype and generation.weights_dtype, which say the same",
             where=fp8.options.split()[0],
         )
-    wanted = {"kv_dtype": fp8.kv, "weights_dtype": fp8.weights}
-    changed = msgspec.structs.replace(generation, **{name: "fp8" for name, is_on in wanted.items() if is_on})
+    changed = msgspec.structs.replace(generation, **fp8.settings)
     untrained = msgspec.structs.replace(settings.trainer, engine="none")
     found = msgspec.structs.replace(settings, generation=changed)
     for keys, reason in broken_of_fp8(found):

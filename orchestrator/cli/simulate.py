@@ -14,7 +14,6 @@ import msgspec
 import typer
 
 from orchestrator.cli.plan import (
-    FP8_BYTES,
     GBPS,
     AsJson,
     Batch,
@@ -46,7 +45,7 @@ from orchestrator.sim.lengths import long_tailed, read_lengths, representative
 from orchestrator.sim.llms import LLMS
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
 from orchestrator.sim.simulate import Performance, performance
-from transport.contracts.llms import BYTES
+from transport.contracts.llms import Fp8
 
 POLICIES = (*get_args(Planned), LEAST_LOADED, PULLED)
 FEWEST_ITERATIONS = 3
@@ -106,7 +105,8 @@ def simulate(
 ) -> None:
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
     measured = None if profile is None else read_profile(profile)
-    measured = with_aids(measured, drafts, fp8_kv=fp8_kv, fp8_weights=fp8_weights)
+    fp8 = Fp8(kv=fp8_kv, weights=fp8_weights)
+    measured = with_aids(measured, drafts, fp8)
     llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
     one_of("--dispatch", dispatch or LEAST_LOADED, POLICIES)
     skipped: list[str] = []
@@ -121,8 +121,7 @@ def simulate(
     workload = Workload(llm=llm, lengths=groups, batch=batch, group_size=group_size, algorithm=cost)
     try:
         pools = _pools(generate, train, measured)
-        held = {"kv_bytes": FP8_BYTES if fp8_kv else BYTES, "bytes_a_weight": FP8_BYTES if fp8_weights else BYTES}
-        layout = _layout(workload, pools, tensor_parallel, ranks, link_gbps, **held)
+        layout = _layout(workload, pools, tensor_parallel, ranks, link_gbps, fp8)
         layout = replace(
             layout,
             slots=slots or slots_of(layout.generation_gpu),
@@ -167,14 +166,7 @@ def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Po
 
 
 def _layout(
-    workload: Workload,
-    pools: tuple[Pool, Pool],
-    tensor_parallel: int,
-    ranks: int,
-    link_gbps: float,
-    *,
-    kv_bytes: int,
-    bytes_a_weight: int,
+    workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, ranks: int, link_gbps: float, fp8: Fp8
 ) -> Layout:
     """Raises ConfigError, DoesNotFitError."""
     generation, training = pools
@@ -192,8 +184,7 @@ def _layout(
             training_gpu=training.gpu,
             colocated=training is generation,
             link_bytes_per_s=link,
-            kv_bytes=kv_bytes,
-            bytes_a_weight=bytes_a_weight,
+            fp8=fp8,
         )
         for degree in degrees
         if generation.num_gpus % degree == 0

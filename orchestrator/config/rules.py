@@ -461,6 +461,8 @@ def _broken_by_algorithm(s: Settings, algorithm: AlgorithmSettings) -> Iterator[
             "pipeline.group_size algorithm.rl_coef algorithm.advantage",
             f'must be 2 or more with algorithm.advantage "{algorithm.advantage}", which compares siblings',
         )
+    if algorithm.ce_above != s.algorithm.ce_above and not algorithm.ce_coef:
+        yield "algorithm.ce_above algorithm.ce_coef", "needs algorithm.ce_coef above 0: nothing of it is imitated"
     if ":" in algorithm.loss and s.trainer.engine != "torch":
         yield "algorithm.loss trainer.engine", 'needs trainer.engine "torch", which alone computes with it'
 
@@ -598,8 +600,6 @@ def _broken_in_part(s: Settings, part: DataPart, whole: DataSettings) -> Iterato
             f'has an advantage of its own, which algorithm.advantage "{s.algorithm.advantage}" leaves no room for: it '
             "is of a critic, or of the whole batch",
         )
-    if part.ce_above is not None and not (s.algorithm.ce_coef if part.ce_coef is None else part.ce_coef):
-        yield "data.mix algorithm.ce_coef", "has a ce_above, and no ce_coef above 0: nothing of it is imitated"
     bounds = [bound for bound in (part.min_reward, part.max_reward) if bound is not None]
     if bounds and not s.data.rewards:
         yield "data.mix data.rewards", "has min_reward or max_reward, which need data.rewards, a file of `collect`"

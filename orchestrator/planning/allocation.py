@@ -31,7 +31,7 @@ from orchestrator.sim.costs import (
     training_layout,
     training_misfit,
 )
-from transport.contracts.llms import BYTES, Llm
+from transport.contracts.llms import BF16, Fp8, Llm
 
 Objective: TypeAlias = Literal["time", "cost"]
 
@@ -132,24 +132,16 @@ def splits(
     max_ranks: int = 0,
     minimise: Objective = "time",
     assumed: Assumptions = ASSUMED,
-    kv_bytes: int = BYTES,
-    bytes_a_weight: int = BYTES,
+    fp8: Fp8 = BF16,
 ) -> list[Split]:
     """Every choice of pools, sizes and degrees that fits.
 
     Args:    context_tokens: of the longest sample, which one instance and one micro-batch must hold.
              max_instances: samples of a batch: more instances would be idle.  max_ranks: groups of a batch, likewise;
-             0: as many as instances.  kv_bytes, bytes_a_weight: of what generates, as for ``costs.decode_cost``.
+             0: as many as instances.  fp8: what generation instances hold in it.
     Raises:  DoesNotFitError: nothing fits; the message says what would.
     """
-    degrees = partial(
-        generation_degrees,
-        llm,
-        context_tokens=context_tokens,
-        assumed=assumed,
-        kv_bytes=kv_bytes,
-        bytes_a_weight=bytes_a_weight,
-    )
+    degrees = partial(generation_degrees, llm, context_tokens=context_tokens, assumed=assumed, fp8=fp8)
     found = [
         Split(
             generation=generation,

@@ -43,7 +43,7 @@ from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.lengths import Group, representative
 from orchestrator.sim.scenarios import MINI_BATCHES, PIPELINES, Bound, Layout, Workload, bound, planned_cost, scenario
 from orchestrator.sim.simulate import simulate
-from transport.contracts.llms import BYTES, Llm
+from transport.contracts.llms import BF16, Fp8, Llm
 from transport.contracts.settings import SERVER_ENGINES
 
 SLOTS = 256
@@ -96,7 +96,7 @@ class Job:
     groups: lengths as read from a file.
 
     link_bytes_per_s: between two sites.  recall: of the ranker, None: it knows every prompt's mean length.
-    drafts, kv_bytes, bytes_a_weight: as in ``Layout``, of whatever generates.
+    drafts, fp8: as in ``Layout``, of whatever generates.
     """
 
     llm: Llm
@@ -109,8 +109,7 @@ class Job:
     recall: float | None = 0.75
     link_bytes_per_s: float = 10e9
     drafts: float = 0.0
-    kv_bytes: int = BYTES
-    bytes_a_weight: int = BYTES
+    fp8: Fp8 = BF16
     seed: int = 0
     assumed: Assumptions = PLANNED
 
@@ -168,8 +167,7 @@ class Job:
             slots=slots_of(split.generation.gpu),
             micro_batch_tokens=int(micro_batch_tokens),
             drafts=self.drafts,
-            kv_bytes=self.kv_bytes,
-            bytes_a_weight=self.bytes_a_weight,
+            fp8=self.fp8,
             link_bytes_per_s=self.link_bytes_per_s if split.generation.site != split.training.site else 0.0,
         )
 
@@ -290,8 +288,7 @@ def advise(
         max_ranks=job.batch,
         minimise=minimise,
         assumed=job.assumed,
-        kv_bytes=job.kv_bytes,
-        bytes_a_weight=job.bytes_a_weight,
+        fp8=job.fp8,
     )
     bounds = Bounds(job, job.workload(1))
     several = processes > 1  # each simulation in a process of its own
@@ -360,8 +357,7 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
     if split.tensor_parallel > 1:
         generation["gpus_per_worker"] = split.tensor_parallel
     if engine in SERVER_ENGINES:
-        generation |= {"kv_dtype": "fp8"} if job.kv_bytes != BYTES else {}
-        generation |= {"weights_dtype": "fp8"} if job.bytes_a_weight != BYTES else {}
+        generation |= job.fp8.settings
         generation |= {"drafts": round(job.assumed.draft_tokens)} if job.drafts else {}
     saturating = layout.train_cost(job.llm, job.algorithm, job.assumed).saturating_tokens()
     trainer: dict[str, object] = {

@@ -20,7 +20,7 @@ from orchestrator.core.model.settings import decode_cost_of
 from orchestrator.errors import ConfigError
 from orchestrator.sim.costs import GPUS, Gpu, Measured, TrainCost
 from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
-from transport.contracts.llms import Llm, UnknownModelError, from_config
+from transport.contracts.llms import BF16, Fp8, Llm, UnknownModelError, from_config
 from transport.contracts.settings import DecodeCostSettings
 from transport.errors import InputFileError
 from transport.process.files import read_json
@@ -45,18 +45,6 @@ class Errors(msgspec.Struct, frozen=True, kw_only=True):
 
     median: float = 0.0
     worst: float = 0.0
-
-
-class Fp8(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds in fp8."""
-
-    kv: bool = False
-    weights: bool = False
-
-    @property
-    def options(self) -> str:
-        """As `profile`, `plan` and `simulate` are told."""
-        return " ".join(name for name, is_on in (("--fp8-kv", self.kv), ("--fp8-weights", self.weights)) if is_on)
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +83,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     train_beside: float
     held_out: Errors
     train_held_out: Errors
-    fp8: Fp8 = msgspec.field(default_factory=Fp8)
+    fp8: Fp8 = BF16
     variants: tuple[Variant, ...] = ()
 
     @property

@@ -17,7 +17,7 @@ import msgspec
 
 from orchestrator.core.broadcast import Links, Peer, Source, Stream, broadcast_time, plan_broadcast
 from transport.contracts.continuous_batching import DecodeCost
-from transport.contracts.llms import BYTES, Llm
+from transport.contracts.llms import BF16, BYTES, Fp8, Llm
 from transport.contracts.settings import ParallelSettings
 from transport.contracts.training_memory import DoesNotFitError, Layout, Training, layouts, rank_memory
 from transport.contracts.training_memory import state_bytes as predicted_state_bytes
@@ -281,30 +281,21 @@ def generation_degrees(
     context_tokens: int,
     assumed: Assumptions = ASSUMED,
     *,
-    kv_bytes: int = BYTES,
-    bytes_a_weight: int = BYTES,
+    fp8: Fp8 = BF16,
 ) -> list[int]:
     """Those that hold the weights and ``context_tokens`` of context, which the longest sample needs; none where a whole
-    node does not. kv_bytes, bytes_a_weight: as for ``decode_cost``."""
-    needed = context_tokens * llm.kv_bytes * kv_bytes / BYTES
-    return [
-        degree for degree in tensor_degrees(llm, gpu) if _kv_room(llm, gpu, degree, assumed, bytes_a_weight) > needed
-    ]
+    node does not. fp8: what an instance holds in it."""
+    needed = context_tokens * llm.kv_bytes * fp8.kv_bytes / BYTES
+    return [degree for degree in tensor_degrees(llm, gpu) if _kv_room(llm, gpu, degree, assumed, fp8) > needed]
 
 
 def decode_cost(
-    llm: Llm,
-    gpu: Gpu,
-    tensor_parallel: int,
-    assumed: Assumptions = ASSUMED,
-    *,
-    kv_bytes: int = BYTES,
-    bytes_a_weight: int = BYTES,
+    llm: Llm, gpu: Gpu, tensor_parallel: int, assumed: Assumptions = ASSUMED, *, fp8: Fp8 = BF16
 ) -> DecodeCost:
     """One generation instance on ``tensor_parallel`` GPUs.
 
-    kv_bytes: of a key or a value: 2, or 1 in fp8.  bytes_a_weight: of those that generate, likewise: half as much is
-    read and held. Arithmetic is taken to be as quick as in bf16, also on GPUs that multiply fp8 faster.
+    fp8: what it holds in it: half as much is read and held. Arithmetic is taken to be as quick as in bf16, also on
+    GPUs that multiply fp8 faster.
 
     KV heads are split as far as they go and repeated beyond. Raises DoesNotFitError when weights and one token of
     context do not fit, ValueError when the heads do not split.
@@ -313,10 +304,10 @@ def decode_cost(
         return gpu.measured.decode
     if tensor_parallel not in tensor_degrees(llm, gpu):
         raise ValueError(f"{llm.heads} heads of {llm.name} do not split {tensor_parallel} ways in a node of {gpu.name}")
-    room = _kv_room(llm, gpu, tensor_parallel, assumed, bytes_a_weight)
-    token_bytes = llm.kv_bytes * kv_bytes / BYTES
+    room = _kv_room(llm, gpu, tensor_parallel, assumed, fp8)
+    token_bytes = llm.kv_bytes * fp8.kv_bytes / BYTES
     if room <= token_bytes:
-        needed = llm.params * bytes_a_weight / tensor_parallel / 1e9
+        needed = llm.params * fp8.weight_bytes / tensor_parallel / 1e9
         have = gpu.memory_bytes * assumed.usable_memory / 1e9
         raise DoesNotFitError(
             f"{llm.name} needs {needed:.0f} GB of weights and its KV cache on each of {tensor_parallel} {gpu.name}, "
@@ -327,7 +318,7 @@ def decode_cost(
     moved_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * BYTES * llm.hidden  # of a token, in one direction
     allreduce_s = collectives * moved_bytes / (gpu.link_bytes_per_s / 2 * assumed.link_efficiency)
     gemm_s = 2 * llm.active_params / (tensor_parallel * gpu.flops * assumed.gemm_efficiency)
-    read_bytes = bytes_a_weight * llm.active_params / tensor_parallel
+    read_bytes = fp8.weight_bytes * llm.active_params / tensor_parallel
     return DecodeCost(
         fixed_s=assumed.step_s + llm.layers * assumed.layer_s + collectives * assumed.allreduce_s,
         weights_s=read_bytes / (gpu.memory_bytes_per_s * assumed.memory_efficiency),
@@ -339,10 +330,10 @@ def decode_cost(
     )
 
 
-def _kv_room(llm: Llm, gpu: Gpu, degree: int, assumed: Assumptions, bytes_a_weight: int) -> float:
+def _kv_room(llm: Llm, gpu: Gpu, degree: int, assumed: Assumptions, fp8: Fp8) -> float:
     """Bytes that an instance has for its KV cache."""
     usable = gpu.memory_bytes * assumed.usable_memory - assumed.activation_bytes
-    return degree * usable - float(bytes_a_weight * llm.params)
+    return degree * usable - float(fp8.weight_bytes * llm.params)
 
 
 def train_cost(

@@ -33,7 +33,7 @@ from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.lengths import RecordedLengths
 from orchestrator.sim.llms import QWEN_72B
 from transport.contracts.continuous_batching import DecodeCost, Drafts, cheapest
-from transport.contracts.llms import BYTES, Llm
+from transport.contracts.llms import BF16, Fp8, Llm
 from transport.contracts.types import UpdateMode
 
 HEARTBEAT_S = 60.0
@@ -64,7 +64,7 @@ class Layout:
     slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round, at most.
     round_tokens: of one rank, that a round waits for while more of its batch is to come; None: what saturates a rank.
     drafts: acceptance of a drafted token on every instance; 0: nothing is drafted.
-    kv_bytes, bytes_a_weight: of a key or a value, and of a weight that generates: 2, or 1 in fp8.
+    fp8: what every instance holds in it.
     link_bytes_per_s: between the sites of training and generation; 0: there is but one.
     """
 
@@ -79,8 +79,7 @@ class Layout:
     micro_batch_tokens: int = 65_536
     round_tokens: int | None = None
     drafts: float = 0.0
-    kv_bytes: int = BYTES
-    bytes_a_weight: int = BYTES
+    fp8: Fp8 = BF16
     link_bytes_per_s: float = 0.0
 
     @property
@@ -89,14 +88,7 @@ class Layout:
 
     def decode_cost(self, llm: Llm, assumed: Assumptions = ASSUMED) -> DecodeCost:
         """Of an instance without drafts."""
-        return decode_cost(
-            llm,
-            self.generation_gpu,
-            self.tensor_parallel,
-            assumed,
-            kv_bytes=self.kv_bytes,
-            bytes_a_weight=self.bytes_a_weight,
-        )
+        return decode_cost(llm, self.generation_gpu, self.tensor_parallel, assumed, fp8=self.fp8)
 
     def train_cost(self, llm: Llm, algorithm: Algorithm, assumed: Assumptions = ASSUMED) -> TrainCost:
         """Of a rank of the trainer."""

@@ -17,6 +17,7 @@ import torch
 
 from tests.fakes.command_line import REPOSITORY
 from tests.fakes.sglang_servers import fake_server, own_command
+from transport.contracts.llms import Fp8
 from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError
@@ -94,7 +95,7 @@ async def test_an_sglang_server_answers_its_worker_and_nobody_else(model_dir: Pa
 
 async def test_fp8_is_given_up_by_starting_the_server_again_and_no_sample_is_lost(model_dir: Path) -> None:
     weights = WeightIdentity(epoch=1, version=4)
-    engine = ServerEngine(SGLANG, replace(settings(model_dir), fp8_kv=True, fp8_weights=True), MonotonicClock())
+    engine = ServerEngine(SGLANG, replace(settings(model_dir), fp8=Fp8(kv=True, weights=True)), MonotonicClock())
     async with serving(engine):
         server = engine.server.process
         assert server is not None

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.planning.profiles import Fp8, read_profile
+from orchestrator.planning.profiles import read_profile
 from tests.fakes.command_line import orchestrator
+from transport.contracts.llms import Fp8
 
 
 def profile(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]:

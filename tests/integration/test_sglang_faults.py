@@ -16,6 +16,7 @@ import torch
 from aiohttp import web
 
 from tests.fakes.sglang_servers import FakeServer, events, fake_server, loader_says, says
+from transport.contracts.llms import Fp8
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
 from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
@@ -177,7 +178,7 @@ async def test_who_leaves_fp8_sends_what_ran_again_under_the_weights_that_were_h
             return await server.generate(http)
 
         server.answers["/generate"] = generate
-        made_of = replace(settings(model_dir, server), fp8_kv=True)
+        made_of = replace(settings(model_dir, server), fp8=Fp8(kv=True))
         engine = ServerEngine(SGLANG, made_of, MonotonicClock())
         async with serving(engine):
             await engine.load_weights(WEIGHTS, TENSORS)

@@ -489,7 +489,10 @@ DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
             ["data.mix.a.rl_coef=0"],
             "has a, where algorithm.rl_coef = 0.0 must be above 0 where algorithm.ce_coef and algorithm.kl_coef",
         ),
-        (["data.mix.a.ce_above=0.5"], "has a ce_above, and no ce_coef above 0: nothing of it is imitated (in a)"),
+        (
+            ["data.mix.a.ce_above=0.5"],
+            "has a, where algorithm.ce_above = 0.5 needs algorithm.ce_coef above 0: nothing of it",
+        ),
         (
             ["data.mix.a.rl_coef=0", "data.mix.a.ce_coef=1", "pipeline.drop_no_signal=true"],
             "has a, where pipeline.drop_no_signal = true must be false with algorithm.rl_coef 0",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.dispatch.handout import least_loaded, with_room
+from orchestrator.core.dispatch.handout import least_loaded
 from orchestrator.core.model.groups import (
     TRANSITIONS,
     BrokenInvariantError,
@@ -20,7 +20,7 @@ from orchestrator.core.model.groups import (
     plan_phases,
 )
 from orchestrator.core.model.staleness import Lineage, is_too_old, may_admit, may_dispatch
-from orchestrator.core.model.workers import Worker
+from orchestrator.core.model.workers import Worker, with_room
 from orchestrator.core.rollout.lifecycle import plan_priority
 from orchestrator.core.training import pack_round
 from transport.contracts.types import GroupId, PromptId, WeightIdentity, WorkerId

@@ -15,11 +15,11 @@ from transport.contracts.settings import GenerationSettings, Settings
 from transport.contracts.types import UpdateMode, WeightIdentity, WorkerId
 
 LIMIT = 0.05
-FP8 = PrecisionSettings(limit=LIMIT, batches=2, kv=True)
+FP8 = PrecisionSettings(limit=LIMIT, batches=2, held="keys and values")
 
 
 def since_after(*mismatches: float | None, batches: int = 2) -> int:
-    precision, settings = Precision(), PrecisionSettings(limit=LIMIT, batches=batches, kv=True)
+    precision, settings = Precision(), PrecisionSettings(limit=LIMIT, batches=batches, held="keys and values")
     for version, mismatch in enumerate(mismatches, start=1):
         precision.observe(settings, version, mismatch)
     return precision.since
@@ -48,7 +48,9 @@ def test_a_single_batch_may_be_enough():
 def test_the_reason_says_how_much_of_what_and_since_when():
     precision = Precision()
     for version in (4, 5):
-        precision.observe(PrecisionSettings(limit=LIMIT, batches=2, kv=True, weights=True), version, 0.0712)
+        precision.observe(
+            PrecisionSettings(limit=LIMIT, batches=2, held="keys and values and weights"), version, 0.0712
+        )
     assert "differ by 0.071 on average" in precision.reason
     assert "generation.fp8_mismatch_limit 0.05 in 2 batches in a row" in precision.reason
     assert "keys and values and weights are no longer held in fp8 from version 5 on" in precision.reason
@@ -120,7 +122,7 @@ def test_a_resumed_run_stays_without_it_until_its_settings_change():
     assert state.view().full_precision
     same = PipelineState.restore(state.snapshot(), settings=core())
     assert same.view().full_precision == state.view().full_precision
-    more = PrecisionSettings(limit=0.3, batches=2, kv=True)
+    more = PrecisionSettings(limit=0.3, batches=2, held="keys and values")
     changed = PipelineState.restore(state.snapshot(), settings=core(fp8=more))
     assert (changed.view().full_precision, changed.pipeline.precision.over) == ("", 0)
 
@@ -130,6 +132,6 @@ def test_settings_reach_the_core():
         engine="sglang", kv_dtype="fp8", weights_dtype="fp8", fp8_mismatch_limit=0.2, fp8_mismatch_batches=4
     )
     assert core_settings(Settings(generation=generation)).fp8 == PrecisionSettings(
-        limit=0.2, batches=4, kv=True, weights=True
+        limit=0.2, batches=4, held="keys and values and weights"
     )
     assert core_settings(Settings()).fp8 is None

@@ -28,7 +28,7 @@ from orchestrator.sim.costs import (
 from orchestrator.sim.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B
 from orchestrator.sim.scenarios import Layout
 from transport.contracts.continuous_batching import DecodeCost
-from transport.contracts.llms import UnknownModelError, from_config
+from transport.contracts.llms import Fp8, UnknownModelError, from_config
 
 CONTEXT = 32_768
 
@@ -115,15 +115,15 @@ def test_a_model_that_does_not_fit_is_refused_by_name():
 
 def test_fp8_halves_what_is_read_and_what_is_held():
     plain = decode_cost(QWEN_72B, H800, 4)
-    small = decode_cost(QWEN_72B, H800, 4, kv_bytes=1)
-    light = decode_cost(QWEN_72B, H800, 4, bytes_a_weight=1)
+    small = decode_cost(QWEN_72B, H800, 4, fp8=Fp8(kv=True))
+    light = decode_cost(QWEN_72B, H800, 4, fp8=Fp8(weights=True))
     assert small.kv_token_s == pytest.approx(plain.kv_token_s / 2)
     assert small.kv_capacity_tokens == pytest.approx(2 * plain.kv_capacity_tokens, rel=1e-3)
     assert light.weights_s == pytest.approx(plain.weights_s / 2)
     freed = (light.kv_capacity_tokens - plain.kv_capacity_tokens) * QWEN_72B.kv_bytes
     assert freed == pytest.approx(QWEN_72B.weight_bytes / 2, rel=1e-3)
     assert light.gemm_sample_s == plain.gemm_sample_s, "arithmetic is not counted as faster"
-    assert generation_degrees(QWEN_72B, H800, CONTEXT, bytes_a_weight=1)[0] == 2
+    assert generation_degrees(QWEN_72B, H800, CONTEXT, fp8=Fp8(weights=True))[0] == 2
 
 
 def test_layouts_that_fit_are_found():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from transport.contracts.llms import Fp8
 from transport.contracts.settings import EMULATED_LOGPROB, EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
 from transport.process.clock import MonotonicClock
@@ -218,7 +219,7 @@ async def test_what_a_sample_has_got_is_where_it_goes_on_on_another_engine():
 
 async def test_in_fp8_its_logprobs_are_off_until_it_is_told_to_leave_that():
     costs = EmulatedSettings(time_scale=0.01, step_s=0.02, load_s=0.0, fp8_mismatch=0.25)
-    engine = EmulatedEngine(costs, 2, MonotonicClock(), weights=OLD, fp8=True)
+    engine = EmulatedEngine(costs, 2, MonotonicClock(), weights=OLD, fp8=Fp8(kv=True))
     wrapped = Engine(2)
     wrapped.engine = engine
     async with wrapped:

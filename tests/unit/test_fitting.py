@@ -14,7 +14,6 @@ from orchestrator.config.load import resolve
 from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import (
-    Fp8,
     fit,
     fit_decode,
     fit_train,
@@ -26,6 +25,7 @@ from orchestrator.planning.profiles import (
 )
 from orchestrator.sim.costs import ROUND_SHARE, TrainCost
 from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
+from transport.contracts.llms import Fp8
 from workers.commands.profile import longer_prompts
 
 TRUE = DecodeCost(fixed_s=0.004, weights_s=0.02, gemm_sample_s=0.00125, sample_s=0.0002, kv_token_s=1e-6)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from transport.contracts.llms import Fp8
 from transport.contracts.messages import TensorSpec, WeightManifest
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
 from transport.tensors.base import Deadline, parse_address
@@ -56,11 +57,11 @@ def test_servers_of_our_own_are_told_to_draft_and_how_deep():
 
 def test_servers_of_our_own_are_told_what_to_hold_in_fp8():
     settings = ServerSettings(directory=Path("/m"), log=Path("/l"))
-    options = {"--kv-cache-dtype": "fp8_kv", "--quantization": "fp8_weights"}
+    options = {"--kv-cache-dtype": Fp8(kv=True), "--quantization": Fp8(weights=True)}
     for kind in (SGLANG, VLLM):
         assert not {*options} & {*kind.arguments(settings)}
-        for option, name in options.items():
-            told = kind.arguments(replace(settings, **{name: True}))
+        for option, fp8 in options.items():
+            told = kind.arguments(replace(settings, fp8=fp8))
             assert {*options} & {*told} == {option}
             assert told[told.index(option) + 1].startswith("fp8")
 

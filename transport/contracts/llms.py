@@ -1,4 +1,4 @@
-"""What of an LLM decides how long it takes and how much memory: layers, widths, heads.
+"""What of an LLM decides how long it takes and how much memory: layers, widths, heads, and what is held in fp8.
 
 Owns: the shape of a dense decoder, and the counts that follow. Never: GPUs, which models there are.
 """
@@ -11,6 +11,45 @@ import msgspec
 
 BYTES = 2
 """Of a weight, a key or a value in bf16."""
+
+
+class Fp8(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine holds in fp8, in one byte instead of two: keys and values, the weights that compute. It is false
+    where that is nothing.
+    """
+
+    kv: bool = False
+    weights: bool = False
+
+    def __bool__(self) -> bool:
+        return self.kv or self.weights
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a key or a value."""
+        return 1 if self.kv else BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a weight."""
+        return 1 if self.weights else BYTES
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, is_on in (("keys and values", self.kv), ("weights", self.weights)) if is_on]
+
+    @property
+    def options(self) -> str:
+        """As `profile`, `plan` and `simulate` are told."""
+        return " ".join(name for name, is_on in (("--fp8-kv", self.kv), ("--fp8-weights", self.weights)) if is_on)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """As [generation] is told."""
+        return {name: "fp8" for name, is_on in (("kv_dtype", self.kv), ("weights_dtype", self.weights)) if is_on}
+
+
+BF16 = Fp8()
 
 
 class UnknownModelError(ValueError):

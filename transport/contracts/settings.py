@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from transport.contracts.llms import Fp8
 from transport.contracts.types import MAX_NUMBER, SamplingParams, UpdateMode
 
 ParamValue = int | float | str | bool | list[int]
@@ -254,9 +255,9 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     )
 
     @property
-    def fp8(self) -> bool:
-        """Whether engines hold anything in fp8."""
-        return "fp8" in (self.kv_dtype, self.weights_dtype)
+    def fp8(self) -> Fp8:
+        """What engines hold in it."""
+        return Fp8(kv=self.kv_dtype == "fp8", weights=self.weights_dtype == "fp8")
 
     @property
     def num_workers(self) -> int:

@@ -281,8 +281,7 @@ def engine_of(
         max_context=generation.max_context,
         keeps_partial=generation.partial_s > 0,
         drafts=generation.drafts,
-        fp8_kv=generation.kv_dtype == "fp8",
-        fp8_weights=generation.weights_dtype == "fp8",
+        fp8=generation.fp8,
         trust_remote_code=trust_remote_code,
         startup_s=settings.liveness.startup_s,
         silence_s=generation.server_silence_s,
@@ -403,7 +402,7 @@ async def trainer_worker(
         settings.run.name, run_dir, endpoint=endpoint, delta_share=delta_share_of(settings.tensors)
     )
     if settings.trainer.engine == "emulated":
-        compares = settings.generation.engine == "emulated" and settings.generation.fp8
+        compares = settings.generation.engine == "emulated" and bool(settings.generation.fp8)
         learner = EmulatedLearner(settings.emulated, publisher, time.sleep, compares=compares)
     else:
         from workers.trainer.policy.policy_learner import PolicyLearner, objective_of

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Drafts, Sample
+from transport.contracts.llms import BF16, Fp8
 from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import EMULATED_LOGPROB, EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
@@ -41,7 +42,7 @@ from workers.generation.engine import (
     ResultQueue,
     SampleKey,
 )
-from workers.weights.pull import WeightPuller
+from workers.weights.pull import PulledTensors, WeightPuller
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ class EmulatedEngine:
         *,
         weights: WeightIdentity = BASE_WEIGHTS,
         drafts: int = 0,
-        fp8: bool = False,
+        fp8: Fp8 = BF16,
     ) -> None:
         """drafts: tokens drafted for a sample and step, at most, as deep as it pays.  fp8: logprobs are off by
         ``costs.fp8_mismatch``; how quick its hardware is with fp8, ``costs`` say."""
@@ -277,11 +278,7 @@ class EmulatedLink:
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         """Wait for the version and check its bytes; an emulated engine gets nothing, as it computes nothing."""
         (given_up or threading.Event()).wait(self._transfer_s)
-        if self._computes:
-            with self._puller.pull(manifest, given_up=given_up, hurry=hurry) as tensors:
-                self.way = self._puller.way
-                yield tensors
-        else:
-            with self._puller.opened(manifest, given_up=given_up, hurry=hurry):
-                self.way = self._puller.way
-                yield {}
+        bring = self._puller.pull if self._computes else self._puller.opened
+        with bring(manifest, given_up=given_up, hurry=hurry) as found:
+            self.way = self._puller.way
+            yield found if isinstance(found, PulledTensors) else {}

@@ -18,13 +18,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from orchestrator.core.dispatch.probes import follow_longest, probe_pays, with_room
+from orchestrator.core.dispatch.probes import follow_longest, probe_pays
 from orchestrator.core.model.groups import MISSING, Batch, Group, Lane, Stage
 from orchestrator.core.model.outbox import BatchPlanKey
 from orchestrator.core.model.pipeline import Pipeline
 from orchestrator.core.model.settings import PULLED
 from orchestrator.core.model.staleness import may_admit
-from orchestrator.core.model.workers import Worker
+from orchestrator.core.model.workers import Worker, with_room
 from orchestrator.core.rollout.lifecycle import assign, enqueue_for, head, may_take, probe, release_plan, requeue
 from transport.contracts.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, RolloutFinished
 from transport.contracts.types import WorkerId, parse_row_id

@@ -15,22 +15,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
 
 from orchestrator.core.model.groups import NO_PROBE, Group, Stage
 from orchestrator.core.model.pipeline import Pipeline
-from orchestrator.core.model.workers import Worker
+from orchestrator.core.model.workers import Worker, with_room
 from orchestrator.core.rollout.lifecycle import GOOD_RANKER, follow, may_probe, may_take
-
-
-def with_room(workers: Iterable[Worker], num_samples: int, group_size: int) -> list[Worker]:
-    """Workers that may hold ``num_samples`` more: their slots, and one group of lookahead.
-
-    The lookahead keeps slots busy while a plan travels; more of it would fix the order of groups too early.
-    It is asked at every event while a group waits, of a thousand workers too: one comparison each, before other rules.
-    """
-    lookahead = group_size - num_samples
-    return [worker for worker in workers if worker.in_flight <= worker.capacity + lookahead]
 
 
 def probe_pays(p: Pipeline, group: Group) -> bool:

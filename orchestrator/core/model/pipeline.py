@@ -60,12 +60,17 @@ class Calibration(msgspec.Struct, kw_only=True):
         """Share of the variance of log lengths that predictions explain, in [0, 1]; 0 while too little is known."""
         if not self.known:
             return 0.0
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        var_x, var_y = self.xx / self.weight - mean_x * mean_x, self.yy / self.weight - mean_y * mean_y
-        covariance = self.xy / self.weight - mean_x * mean_y
+        _, _, var_x, var_y, covariance = self._moments()
         if covariance <= 0 or var_x <= 1e-9 or var_y <= 1e-9:
             return 0.0
         return min(1.0, covariance * covariance / (var_x * var_y))
+
+    def _moments(self) -> tuple[float, float, float, float, float]:
+        """(mean x, mean y, variance of x, variance of y, covariance)."""
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        var_x = max(0.0, self.xx / self.weight - mean_x * mean_x)
+        var_y = max(0.0, self.yy / self.weight - mean_y * mean_y)
+        return mean_x, mean_y, var_x, var_y, self.xy / self.weight - mean_x * mean_y
 
     def fade(self) -> None:
         """What follows is newer than all that came before."""
@@ -90,10 +95,7 @@ class Calibration(msgspec.Struct, kw_only=True):
         """
         if not self.known or not 0 < predicted_tokens < math.inf:
             return predicted_tokens, sigma
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        var_x = max(0.0, self.xx / self.weight - mean_x * mean_x)
-        var_y = max(0.0, self.yy / self.weight - mean_y * mean_y)
-        covariance = self.xy / self.weight - mean_x * mean_y
+        mean_x, mean_y, var_x, var_y, covariance = self._moments()
         slope = max(0.0, covariance / var_x) if var_x > 1e-9 else 0.0
         left = math.sqrt(max(0.0, var_y - slope * (2 * covariance - slope * var_x)))
         claimed = math.sqrt(self.claimed / self.weight)

@@ -19,16 +19,11 @@ METRIC = "logprob_mismatch"
 
 class PrecisionSettings(msgspec.Struct, frozen=True, kw_only=True):
     """limit: of the mean |trainer - rollout logprob| of a batch, > 0.  batches: in a row beyond it, >= 1.
-    kv, weights: what is in fp8."""
+    held: what engines hold in fp8, in words."""
 
     limit: float
     batches: int
-    kv: bool = False
-    weights: bool = False
-
-    @property
-    def used_for(self) -> str:
-        return " and ".join(name for name, used in (("keys and values", self.kv), ("weights", self.weights)) if used)
+    held: str
 
 
 class Precision(msgspec.Struct, kw_only=True):
@@ -51,6 +46,6 @@ class Precision(msgspec.Struct, kw_only=True):
             self.since = version
             self.reason = (
                 f"logprobs of trainer and engines differ by {mismatch:.3f} on average, and by more than "
-                f"generation.fp8_mismatch_limit {settings.limit:g} in {in_a_row}: {settings.used_for} are no longer "
+                f"generation.fp8_mismatch_limit {settings.limit:g} in {in_a_row}: {settings.held} are no longer "
                 f"held in fp8 from version {version} on"
             )

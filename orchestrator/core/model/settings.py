@@ -224,8 +224,7 @@ def precision_settings(generation: GenerationSettings) -> PrecisionSettings | No
     return PrecisionSettings(
         limit=generation.fp8_mismatch_limit,
         batches=generation.fp8_mismatch_batches,
-        kv=generation.kv_dtype == "fp8",
-        weights=generation.weights_dtype == "fp8",
+        held=" and ".join(generation.fp8.names),
     )
 
 

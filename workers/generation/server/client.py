@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from transport.contracts.llms import BF16, Fp8
 from transport.contracts.types import SamplingParams
 from transport.errors import PeerUnavailableError
 from transport.process.secret import ENGINE_KEY
@@ -53,7 +54,7 @@ class ServerSettings:
     gpus: that it splits the model over.  gpu_share: of their memory, that it may use; 1: what it takes by itself.
     command: program and first arguments of our own server.  slots: samples at once.  stop: texts that end one.
     max_context: tokens, 0: the model's.  drafts: tokens that a server of our own drafts for a sample and step, at most.
-    fp8_kv, fp8_weights: a server of our own holds keys and values, or the weights that compute, in fp8.
+    fp8: what a server of our own holds in it.
     keeps_partial: what a sample has got is asked for while it runs.
     startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one sample.
     """
@@ -71,8 +72,7 @@ class ServerSettings:
     max_context: int = 0
     keeps_partial: bool = False
     drafts: int = 0
-    fp8_kv: bool = False
-    fp8_weights: bool = False
+    fp8: Fp8 = BF16
     trust_remote_code: bool = False
     startup_s: float = 300.0
     silence_s: float = 30.0
@@ -125,8 +125,8 @@ class ServerKind:
             *((self.gpus_option, str(settings.gpus)) if settings.gpus > 1 else ()),
             *((self.memory_option, f"{settings.gpu_share:g}") if settings.gpu_share < 1 else ()),
             *(self.draft_options(settings.drafts) if settings.drafts else ()),
-            *(self.fp8_kv if settings.fp8_kv else ()),
-            *(self.fp8_weights if settings.fp8_weights else ()),
+            *(self.fp8_kv if settings.fp8.kv else ()),
+            *(self.fp8_weights if settings.fp8.weights else ()),
             *(("--trust-remote-code",) if settings.trust_remote_code else ()),
         ]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
+from transport.contracts.llms import BF16
 from transport.contracts.types import GroupId, WeightIdentity
 from transport.errors import PeerUnavailableError, first_error
 from transport.process.clock import Clock
@@ -130,14 +131,13 @@ class ServerEngine:
     async def use_full_precision(self, reason: str) -> None:
         """Its server is started again without fp8, with the weights that it holds; what runs there runs again. A load
         that follows waits for it."""
-        if not (self._settings.fp8_kv or self._settings.fp8_weights):
-            return
-        await self._results.until(self._leave_fp8(reason))
+        if self._settings.fp8:
+            await self._results.until(self._leave_fp8(reason))
 
     async def _leave_fp8(self, reason: str) -> None:
         async with self._changing:  # not while one is brought up, which would have been told the old settings
             log.warning("no fp8 from now on: the server is started again", reason=reason)
-            self._settings = replace(self._settings, fp8_kv=False, fp8_weights=False)
+            self._settings = replace(self._settings, fp8=BF16)
             self.server.use(self._settings)
             self.sender.lose(reason, meant=True)
 
