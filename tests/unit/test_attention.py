@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -53,9 +54,18 @@ def outputs_and_gradients(attend, *leaves: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, *sizes: int, **kwargs):
+def varlen_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    *sizes: int,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
     """What torch.nn.attention.varlen.varlen_attn documents, written out: [tokens, H, D], causal at the lower right."""
-    assert kwargs.pop("window_size") == (-1, 0)
+    assert window_size == (-1, 0)
     assert query_ends.dtype == key_ends.dtype == torch.int32
     outputs: list[Tensor] = []
     ends = zip(query_ends.tolist(), query_ends.tolist()[1:], key_ends.tolist(), key_ends.tolist()[1:], strict=False)
@@ -63,8 +73,15 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_en
         assert (q1 - q0 <= sizes[0], k1 - k0 <= sizes[1]) == (True, True)
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - q1 + q0)
         parts = (one.transpose(0, 1) for one in (query[q0:q1], key[k0:k1], value[k0:k1]))
-        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask, **kwargs).transpose(0, 1))
+        out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(out.transpose(0, 1))
     return torch.cat(outputs)
+
+
+def varlen(query: Tensor, key: Tensor, *others: Any, enable_gqa: bool = False, **kwargs: Any) -> Tensor:
+    """Of torch 2.12 and later, which refuse fewer key heads than query heads unless told."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return varlen_2_11(query, key, *others, **kwargs)
 
 
 def on_cpu(query: Tensor, key: Tensor, value: Tensor, groups: tuple[GroupAttention, ...]) -> Tensor:
@@ -84,13 +101,22 @@ def by_samples(query: Tensor, key: Tensor, value: Tensor, groups: tuple[GroupAtt
 
 
 @pytest.mark.parametrize(
-    ("attend", "max_scores"),
-    [(on_cpu, 1 << 22), (on_cpu, 3000), (on_cpu, 0), (by_varlen, 0), (by_samples, 0)],
-    ids=["written out", "both", "blocks", "varlen", "samples"],
+    ("attend", "max_scores", "kernel"),
+    [
+        (on_cpu, 1 << 22, varlen),
+        (on_cpu, 3000, varlen),
+        (on_cpu, 0, varlen),
+        (by_varlen, 0, varlen),
+        (by_varlen, 0, varlen_2_11),
+        (by_samples, 0, varlen),
+    ],
+    ids=["written out", "both", "blocks", "varlen", "varlen of torch 2.11", "samples"],
 )
-def test_every_kernel_gives_what_samples_alone_give(attend, max_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_gives_what_samples_alone_give(
+    attend, max_scores: int, kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=varlen))
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
     groups = tuple(group_attention(*one) for one in GROUPS)
     leaves = tensors(sum(group.num_tokens for group in groups) + NUM_PADS)
     expected = outputs_and_gradients(lambda *some: one_by_one(*some, groups), *leaves)

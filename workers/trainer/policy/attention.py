@@ -12,7 +12,8 @@ row is one call of the variable-length kernel; the project's tests have no GPU a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -345,6 +346,7 @@ def _attend_varlen(
     from torch.nn.attention.varlen import varlen_attn  # takes seconds to import
 
     row = segments(groups, query.device)
+    fewer: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa(varlen_attn) else {}
     out = varlen_attn(
         query[0, :, : sum(group.num_tokens for group in groups)].transpose(0, 1),
         key[0].transpose(0, 1).index_select(0, row.key_index),
@@ -355,9 +357,15 @@ def _attend_varlen(
         row.max_keys,
         scale=scale,
         window_size=(-1, 0),  # causal
-        enable_gqa=query.shape[1] != key.shape[1],
+        **fewer,
     )
     return cast(Tensor, out).transpose(0, 1)[None]
+
+
+@lru_cache
+def _asks_for_gqa(kernel: Callable[..., Any]) -> bool:
+    """Whether ``kernel`` must be told that key heads are fewer than query heads; torch 2.11's takes them as they come."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _attend_samples(query: Tensor, key: Tensor, value: Tensor, group: GroupAttention, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ but for the first of the next pass. Streams were not run in the project's own te
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +23,10 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from workers.errors import ModelError
+
+AHEAD = 2
+"""Layers that the host may have asked for beyond the one that is computed. It asks far faster than a GPU computes, and
+memory is held by every layer that was asked for."""
 
 
 class StreamedLayers:
@@ -37,6 +42,8 @@ class StreamedLayers:
         self._tensors = [[*layer.parameters(), *layer.buffers()] for layer in layers]
         self._host = [[_in_host(tensor, device) for tensor in tensors] for tensors in self._tensors]
         self._fetched: dict[int, tuple[list[Tensor], Any]] = {}
+        self._computed: deque[Any] = deque(maxlen=AHEAD)
+        """When the last layers will have been computed."""
         streamed = {id(tensor) for tensors in self._tensors for tensor in tensors}
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in streamed:
@@ -56,6 +63,8 @@ class StreamedLayers:
     def _fetch(self, index: int) -> None:
         if index in self._fetched:
             return
+        if len(self._computed) == AHEAD:
+            self._computed[0].synchronize()
         with self._module.stream(self._fetching):
             there = [torch.empty_like(here, device=self._device) for here in self._host[index]]
             for tensor, here in zip(there, self._host[index], strict=True):
@@ -68,6 +77,7 @@ class StreamedLayers:
         if self._device.type == "cuda":
             for tensor in self._tensors[index]:
                 tensor.data.record_stream(self._module.current_stream())  # its memory is not given away before
+            self._computed.append(self._module.current_stream().record_event())
         _place(self._tensors[index], self._host[index])
 
 
