@@ -104,8 +104,8 @@ def padded_loop(model: Any, groups: Sequence[PromptGroup], *, autocast: bool = F
     model.zero_grad(set_to_none=True)
     for group in groups:
         padded = pad_groups([group])
-        ids = torch.cat([padded.prompt_ids, padded.completion_ids], dim=1)
-        mask = torch.cat([padded.prompt_mask, padded.completion_mask], dim=1)
+        ids = torch.cat([padded.prompt_ids, padded.completion_ids], dim=1).to(model.device)
+        mask = torch.cat([padded.prompt_mask, padded.completion_mask], dim=1).to(model.device)
         width = padded.completion_ids.shape[1]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
@@ -114,9 +114,12 @@ def padded_loop(model: Any, groups: Sequence[PromptGroup], *, autocast: bool = F
             )
         logits = out.logits[:, :-1].float()
         # TRL's form. The CPU's log_softmax is the noisiest step of all: 3e-5 of the gradient, against fp64
-        logprobs = logits.gather(2, padded.completion_ids[..., None])[..., 0] - logits.logsumexp(-1)
-        tokens = pack([group], OBJECTIVE.aggregation).tokens
-        loss_sum(logprobs[padded.loss_mask.bool()], tokens, OBJECTIVE, loss_terms(OBJECTIVE)).backward()
+        chosen = ids[:, -width:, None]
+        logprobs = logits.gather(2, chosen)[..., 0] - logits.logsumexp(-1)
+        tokens = pack([group], OBJECTIVE.aggregation, model.device).tokens
+        loss_sum(
+            logprobs[padded.loss_mask.bool().to(model.device)], tokens, OBJECTIVE, loss_terms(OBJECTIVE)
+        ).backward()
 
 
 def packed_loop(policy: PolicyModel, rounds: Sequence[Sequence[PromptGroup]]) -> None:

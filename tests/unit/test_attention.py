@@ -33,7 +33,7 @@ def tensors(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[GroupAttention]) -> Tensor:
     """[1, T, H, D]: each sample gathered into a square of its own, by torch's plain attention; 0 on pads."""
-    out = torch.zeros(query.shape[2], HEADS, HEAD_DIM, dtype=query.dtype)
+    out = torch.zeros(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype)
     start = 0
     for group in groups:
         prompt = list(range(start, start + group.prompt_tokens))
