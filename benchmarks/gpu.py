@@ -1,17 +1,17 @@
 """Trainer and embedded engine on one GPU: speed as a share of what the GPU can, and memory as it was predicted.
 
 Figure ``gpu``. Models of known shapes with random weights, made on the GPU; groups of 8 samples of random tokens with a
-prompt of 256 and responses of 512 to 1,536. First the two ceilings of the GPU at hand: a product of 8,192 x 8,192 in bf16
-and a copy within its memory, counting bytes read and written.
+prompt of 256 and responses of 512 to 1,536. First the ceilings of the GPU at hand: a product of 8,192 x 8,192 in bf16,
+a copy within its memory, counting bytes read and written, and one from page-locked host memory.
 
-Each training case accumulates micro-batches as a run does, forward and backward through the packed rows, then closes the
-mini-batch with an optimizer step. ``mfu`` is 6 operations a weight and token that has one, with attention, over the time
-and the measured product; what is computed again is not counted. ``predicted_over_measured`` is
-``training_memory.rank_memory`` over torch's peak of allocated bytes. ``over_padded``: response tokens a second over those
-of a plain padded loop (``benchmarks/trainer.py``), in turns.
+A training case accumulates micro-batches as a run does, forward and backward through the packed rows, then closes the
+mini-batch with an optimizer step. ``mfu`` is 6 operations a weight and token (with frozen weights 4), and attention,
+over the time and the measured product; what is computed again is not counted. ``predicted_over_measured`` is
+``training_memory.rank_memory`` over torch's peak of allocated bytes. ``over_padded``: response tokens a second over
+those of a plain padded loop (``benchmarks/trainer.py``), in turns.
 
-The engine decodes with 64 and 256 slots full; ``bound_share`` is the time that reading weights and keys at the measured copy
-rate takes, over the time of a step.
+The engine decodes with all its slots full; ``bound_share`` is the time that reading weights and keys at the measured
+copy rate takes, over the time of a step.
 
     python -m benchmarks.gpu [--cases 1.5B,3B-offloaded] [--rows 128,512] [--seconds N]
 

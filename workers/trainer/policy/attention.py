@@ -7,7 +7,7 @@
 Owns: what attends to what, and by which kernel. Never: a [T, T] mask, or the prompt's keys once a response (on a CPU).
 Invariant: every kernel gives the same (tests compare them in float64). On a CPU short responses are written out as a
 padded batch, S * R * (P + R) scores; all else goes block by block through torch's fused CPU kernel. On a GPU the whole
-row is one call of the variable-length kernel; the project's tests have no GPU and ran all of that path but the kernel.
+row is one call of the variable-length kernel in half precision, and one of torch's plain attention a sample in float32.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return shared, keys, values
 
 
-# --- on a GPU (not run in the project's tests, which have none) -------------------------------------------------------
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 def _has_varlen(query: Tensor) -> bool:
@@ -364,7 +364,7 @@ def _attend_varlen(
 
 @lru_cache
 def _asks_for_gqa(kernel: Callable[..., Any]) -> bool:
-    """Whether ``kernel`` must be told that key heads are fewer than query heads; torch 2.11's takes them as they come."""
+    """Whether ``kernel`` wants to be told that key heads are fewer than query heads; torch 2.11's takes them so."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
