@@ -37,6 +37,7 @@ from benchmarks.papers.settings import (
     MICRO_BATCH_TOKENS,
     aided,
     colocated,
+    deferring,
     fully_async,
     in_flight,
     in_fp8,
@@ -113,6 +114,13 @@ CASES = {
         title="in flight with fp8 caches", experiment=aided(in_flight(AIDED_SPLIT["async"]), fp8=Fp8(kv=True))
     ),
     "async_fp8_weights": Case(title="in flight with caches and weights in fp8", experiment=in_fp8()),
+    "colocated_deferred": Case(
+        title="colocated, an eighth more prompts whose slowest go on", experiment=deferring(BASELINE.experiment, 1 / 8)
+    ),
+    "sync_deferred": Case(
+        title="synchronous stream, a quarter more prompts whose slowest go on",
+        experiment=deferring(replace(sync_stream(QWEN_72B), layout=split(QWEN_72B, AIDED_SPLIT["sync"])), 1 / 4),
+    ),
     "mean1_aided": Case(title="rolling with drafts", experiment=aided(rolling(AIDED_SPLIT["async"]), drafts=DRAFTS)),
 }
 """Over the plain colocated baseline; those with aids also over one that has the same ("_armed")."""

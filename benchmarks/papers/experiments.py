@@ -45,6 +45,9 @@ FULL_MEDIAN = 4_500.0
 QUESTION_TOKENS = 500
 PAPER_RECALL = 0.87
 """Of StreamRL's 7B ranker for the longest 20% (Table 4)."""
+PARTIAL_S = 5.0
+"""Between two times that tokens of running samples are kept, where groups are deferred: a run's default is 1 s, which
+loses less and simulates more events."""
 MAX_RUNNING = 1024
 """Slots of an instance where generation is measured alone: memory is the limit."""
 
@@ -109,6 +112,9 @@ class Pipelined(Experiment):
     algorithm: Algorithm = "ppo"
     layer_s: float | None = None
     """Of a decode step and layer, where engines are launched in another way than ``Assumptions`` says."""
+    deferred: float = 0.0
+    """Prompts in hand beyond those of a batch, over those of a batch: the slowest groups go on in the next one, with
+    the tokens that they have."""
 
     @property
     def short(self) -> int:
@@ -145,15 +151,20 @@ class Pipelined(Experiment):
     def scenario(self, seed: int, iterations: int, assumed: Assumptions, *, record: bool = False) -> Scenario:
         if self.layer_s is not None:
             assumed = msgspec.structs.replace(assumed, layer_s=self.layer_s)
-        return scenario(
+        pipeline = PIPELINES[self.pipeline]
+        if self.deferred:
+            spare = round(self.batch * self.deferred)
+            pipeline = msgspec.structs.replace(pipeline, oversampled_groups=spare, oversampled_tail="defer")
+        prepared = scenario(
             self.workload(seed, iterations),
             self.laid_out(assumed),
-            PIPELINES[self.pipeline],
+            pipeline,
             iterations=iterations,
             assumed=assumed,
             dispatch=self.dispatch,
             record=record,
         )
+        return replace(prepared, costs=replace(prepared.costs, partial_s=PARTIAL_S)) if self.deferred else prepared
 
     def laid_out(self, assumed: Assumptions) -> Layout:
         """Its layout: where drafts come true more or less often than is assumed, so do those of its engines."""

@@ -165,6 +165,11 @@ def aided(experiment: Pipelined, *, drafts: float = 0.0, fp8: Fp8 = BF16) -> Pip
     return replace(experiment, layout=replace(experiment.layout, drafts=drafts, fp8=fp8))
 
 
+def deferring(experiment: Pipelined, share: float) -> Pipelined:
+    """The same with so many more prompts in hand, over those of a batch; the slowest groups go on in the next one."""
+    return replace(experiment, deferred=share)
+
+
 def in_fp8() -> Pipelined:
     """In flight with caches and weights in fp8."""
     experiment = in_flight(AIDED_SPLIT["fp8"])
