@@ -322,7 +322,7 @@ def choose_device(name: str, setting: str) -> torch.device:
             f"{setting} is {name!r}, but torch sees {torch.cuda.device_count()} GPUs here: use auto or cpu"
         )
     if device.type == "cuda" and (share := gpu_share(os.environ)) < 1:
-        torch.cuda.set_per_process_memory_fraction(share, device)
+        torch.cuda.set_per_process_memory_fraction(share, device.index or 0)  # a device without a number is refused
     return device
 
 

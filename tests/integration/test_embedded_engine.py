@@ -7,16 +7,19 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch._utils import _get_device_index
+from transformers import PreTrainedModel
 
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model
 from transport.contracts.settings import GenerationSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
+from transport.process import gpus
 from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
-from workers.generation.embedded.engine import EmbeddedEngine
+from workers.generation.embedded.engine import EmbeddedEngine, check_memory, load_model
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import EngineFailure, GenerationRequest
-from workers.models import check_model_dir, random_model, stop_token_ids
+from workers.models import check_model_dir, choose_device, random_model, stop_token_ids
 
 V1 = WeightIdentity(epoch=1, version=1)
 
@@ -252,3 +255,47 @@ async def test_impossible_engine_settings_are_named(directory, change, said):
     with pytest.raises(ModelError, match=said):
         await engine.start()
     await engine.close()
+
+
+# --- a GPU, of which torch's own bookkeeping stands in
+
+
+@pytest.mark.parametrize(("name", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_the_share_of_a_gpu_is_set_however_the_device_is_named(monkeypatch, name, index):
+    limited = []
+    monkeypatch.setenv(gpus.SHARE_VARIABLE, "0.45")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, device: limited.append((share, _get_device_index(device))),
+    )
+    choose_device(name, "generation.device")
+    assert limited == [(0.45, index)]
+
+
+async def test_a_model_that_does_not_fit_into_memory_is_named(engine, monkeypatch):
+    def refuse(self, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(PreTrainedModel, "to", refuse)
+    with pytest.raises(
+        ModelError, match=r"does not fit into the memory of cpu \(generation.device\): CUDA out of memory$"
+    ):
+        await engine.start()
+
+
+def test_slots_have_to_fit_into_what_the_process_may_use_of_a_gpu(directory, monkeypatch):
+    """Half of a GPU of 1 GB is its share, of which .1 GB is taken; others left it more than that."""
+    model = load_model(directory, dtype=torch.float32, device=torch.device("cpu"))
+    on_gpu = type("Parameter", (), {"device": torch.device("cuda", 0), "dtype": torch.float32})()
+    parameters = {"model.norm.weight": on_gpu}
+    object.__setattr__(model, "parameters", parameters)
+    monkeypatch.setenv(gpus.SHARE_VARIABLE, "0.5")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (800_000_000, 1_000_000_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100_000_000)
+    slot = model.forward.kv_shape.num_bytes(1, model.max_context, torch.float32)
+    check_memory(model, 400_000_000 // slot)
+    with pytest.raises(ModelError, match=r"0\.4 GB are free: lower generation\.slots"):
+        check_memory(model, 400_000_000 // slot + 1)

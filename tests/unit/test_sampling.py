@@ -8,6 +8,8 @@ import torch
 
 from workers.generation.embedded.slots import Draw, sample_tokens, stream_key, uniforms
 
+CPU = torch.device("cpu")
+
 
 def draw_of(rows, *, temperature=1.0, top_p=1.0, top_k=0, points=None):
     points = np.full(rows, 0.5) if points is None else points
@@ -16,7 +18,7 @@ def draw_of(rows, *, temperature=1.0, top_p=1.0, top_k=0, points=None):
         top_p=np.full(rows, top_p, np.float32),
         top_k=np.full(rows, top_k, np.int64),
         uniforms=np.asarray(points, np.float64),
-    )
+    ).to(CPU)
 
 
 def brute_force(logits, *, temperature, top_p, top_k):
@@ -106,7 +108,7 @@ def test_each_row_has_its_own_parameters():
         top_p=np.array([1, 1, 1e-6], np.float32),
         top_k=np.array([0, 1, 0]),
         uniforms=np.array([0.9, 0.9, 0.9]),
-    )
+    ).to(CPU)
     tokens, _ = sample_tokens(logits, draw)
     assert tokens.tolist() == [int(logits[0].argmax())] * 3
 

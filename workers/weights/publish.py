@@ -310,7 +310,8 @@ def _write(writer: ShmWriter, offset: int, shard: Shard, dtype: torch.dtype) -> 
     import torch  # here, because an emulated trainer has none
 
     flat = shard.local.reshape(-1)
-    scratch = torch.empty(min(CHUNK_ELEMENTS, flat.numel()), dtype=dtype)
+    # A GPU writes to pinned memory at once; into other memory the driver copies a second time.
+    scratch = torch.empty(min(CHUNK_ELEMENTS, flat.numel()), dtype=dtype, pin_memory=flat.is_cuda)
 
     def written() -> Iterator[memoryview]:
         for start in range(0, flat.numel(), CHUNK_ELEMENTS):

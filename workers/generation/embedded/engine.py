@@ -13,6 +13,7 @@ Invariant: the model is touched by that thread alone; what ends the thread ends 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from transport.contracts.settings import GenerationSettings, LoraSettings
 from transport.contracts.types import GroupId, WeightIdentity
 from transport.process.clock import Clock
+from transport.process.gpus import gpu_share
 from transport.process.logs import get_logger
 from workers.errors import EngineHungError, ModelError, StreamError
 from workers.generation.embedded.drafts import SaidBefore
@@ -77,7 +79,7 @@ def load_model(
     Raises: ModelError: directory or file missing, broken, of a kind that cannot run here; it says which and what to do.
     """
     check_model_dir(directory)
-    model = _read(directory, dtype, trust_remote_code).to(device).eval()
+    model = _placed(_read(directory, dtype, trust_remote_code), device).eval()
     if dtype == torch.bfloat16 and not multiplies_bf16(device):
         log.info("computes in float32: this hardware does not multiply bfloat16", model=str(directory))
         model = model.float()
@@ -115,19 +117,33 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     return model
 
 
+def _placed(model: Any, device: torch.device) -> Any:
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise ModelError(f"the model does not fit into the memory of {device} (generation.device): {reason}") from error
+
+
 def check_memory(model: LoadedModel, slots: int) -> None:
     """Check that KV memory of ``slots`` full slots fits now, not in the middle of a run. Raises ModelError."""
     parameter = next(iter(model.parameters.values()))
     needed = model.forward.kv_shape.num_bytes(slots, model.max_context, parameter.dtype)
-    if parameter.device.type == "cuda":
-        available, _ = torch.cuda.mem_get_info(parameter.device)
-    else:
-        available = psutil.virtual_memory().available
+    available = _free_bytes(parameter.device)
     if needed > available:
         raise ModelError(
             f"{slots} slots of {model.max_context} tokens need {needed / 1e9:.1f} GB of KV memory, and "
             f"{available / 1e9:.1f} GB are free: lower generation.slots or generation.max_context"
         )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of a GPU: of what this process may use of it."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    torch.cuda.empty_cache()  # what fusing the layers left there is free, too
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free, int(total * gpu_share(os.environ)) - torch.cuda.memory_reserved(device))
 
 
 def make_decoder(

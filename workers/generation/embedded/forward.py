@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -84,6 +86,9 @@ class SlotKV:
             for layer, memory in enumerate(layers):
                 layers[layer] = self._zeros(transposed=transposed)
                 layers[layer][:num_slots, :, :old] = memory[:num_slots, :, :old]
+                del memory
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # too short for what is asked for later: to whom shares the GPU it is of use
 
     def append(
         self, layer: int, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -140,23 +145,22 @@ class PromptSegment:
 class DecodeRuns:
     """Which decode tokens are of which running slot, where some slots have several, one after another.
 
-    slots: [R] of each token.  rows: [n, W] tokens of each slot, its last one repeated where it has fewer than W.
+    rows: [n, W] tokens of each slot, its last one repeated where it has fewer than W.
     places: [R] of each token in ``rows``, flat.
     """
 
-    slots: torch.Tensor
     rows: torch.Tensor
     places: torch.Tensor
 
     @staticmethod
-    def of(widths: torch.Tensor) -> DecodeRuns:
-        """widths: [n] int64 tokens of each slot, each >= 1."""
-        n, width = len(widths), int(widths.max())
-        within = torch.minimum(torch.arange(width, device=widths.device), widths[:, None] - 1)
-        slots = torch.repeat_interleave(torch.arange(n, device=widths.device), widths)
-        starts = widths.cumsum(0) - widths
-        places = slots * width + torch.arange(len(slots), device=widths.device) - starts[slots]
-        return DecodeRuns(slots=slots, rows=starts[:, None] + within, places=places)
+    def of(widths: NDArray[np.int64], device: torch.device) -> DecodeRuns:
+        """widths: [n] tokens of each slot, each >= 1; found on the host, since a GPU would be waited for."""
+        width = int(widths.max())
+        starts = widths.cumsum() - widths
+        slots = np.repeat(np.arange(len(widths)), widths)
+        rows = starts[:, None] + np.minimum(np.arange(width), widths[:, None] - 1)
+        places = slots * width + np.arange(len(slots)) - starts[slots]
+        return DecodeRuns(rows=torch.from_numpy(rows).to(device), places=torch.from_numpy(places).to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,22 +169,22 @@ class StepBatch:
 
     token_ids: [N] int64: tokens of the running slots, one after another, then the prompts.
     positions: [N] int64, of each token in its sample.
-    num_decode: R, tokens of the running slots.
+    decode_slots: [R] int64, slot of each token of a running slot.
     max_tokens: longest sample of the decode part, its new tokens included.
     runs: None: one token for each of the slots [0, R).
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    num_decode: int
+    decode_slots: torch.Tensor
     max_tokens: int
     prompts: Sequence[PromptSegment]
     runs: DecodeRuns | None = None
 
     @property
-    def decode_slots(self) -> torch.Tensor:
-        """[R] slot of each decode token."""
-        return self.runs.slots if self.runs else torch.arange(self.num_decode, device=self.positions.device)
+    def num_decode(self) -> int:
+        """R, tokens of the running slots."""
+        return len(self.decode_slots)
 
     @property
     def num_slots(self) -> int:
@@ -296,8 +300,8 @@ class FusedForward:
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate) * up)
         if batch.prompts:
-            rows = [*range(batch.num_decode), *(prompt.stop - 1 for prompt in batch.prompts)]
-            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+            last = [hidden[prompt.stop - 1 : prompt.stop] for prompt in batch.prompts]
+            hidden = torch.cat([hidden[: batch.num_decode], *last])
         return self._lm_head(self._norm(hidden))
 
     def weights_changed(self) -> None:
@@ -471,7 +475,7 @@ class _SlotCache(Cache):
         self._kv.append(layer_idx, batch.decode_slots, positions, key_states[:, :, 0], value_states[:, :, 0])
         keys, values = self._kv.live(layer_idx, batch.num_slots, batch.max_tokens)
         keys = keys.transpose(2, 3)
-        return (keys, values) if batch.runs is None else (keys[batch.runs.slots], values[batch.runs.slots])
+        return (keys, values) if batch.runs is None else (keys[batch.decode_slots], values[batch.decode_slots])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._batch.max_tokens - 1

@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,9 +100,38 @@ class Draw:
     top_k: NDArray[np.int64]
     uniforms: NDArray[np.float64]
 
+    def to(self, device: torch.device) -> PlacedDraw:
+        """Before a step is computed: while a GPU computes, each copy waits for all of it."""
 
-def sample_tokens(logits: torch.Tensor, draw: Draw) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Draw one token per row.
+        def place(array: NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        greedy = self.temperature == 0
+        inverse = 1 / np.where(greedy, np.float32(1), self.temperature)
+        cut = (self.top_p < 1) | (self.top_k > 0)
+        return PlacedDraw(
+            inverse=place(inverse[:, None]) if (inverse != 1).any() else None,
+            greedy=place(greedy) if greedy.any() else None,
+            cut=(place(np.flatnonzero(cut)), place(self.top_p[cut]), place(self.top_k[cut])) if cut.any() else None,
+            uniforms=place(self.uniforms),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedDraw:
+    """A Draw where the logits are. None: of no row.
+
+    inverse: [B, 1] of the temperature, 1 where it is 0.  greedy: [B] bool.  cut: rows with top-p or top-k, theirs.
+    """
+
+    inverse: torch.Tensor | None
+    greedy: torch.Tensor | None
+    cut: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    uniforms: torch.Tensor
+
+
+def sample_tokens(logits: torch.Tensor, draw: PlacedDraw) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Draw one token per row. A GPU is waited for once, at the end.
 
     Args:    logits: [B, V], any floating dtype.
     Returns: tokens [B] int32, and their logprobs [B] float32 under log_softmax(logits / temperature) over the whole
@@ -109,31 +139,26 @@ def sample_tokens(logits: torch.Tensor, draw: Draw) -> tuple[NDArray[np.int32], 
              its token means nothing.
     Source:  order of the cuts as in transformers: top-k, renormalise, then top-p, keeping the token that crosses p.
     """
-    inverse = 1 / np.where(draw.temperature == 0, np.float32(1), draw.temperature)
-    scaled = logits
-    if (inverse != 1).any():
-        # Times the inverse, not by the temperature: float32 comes out of one pass over bfloat16 logits.
-        scaled = logits * torch.from_numpy(inverse).to(logits.device)[:, None]
+    # Times the inverse, not by the temperature: float32 comes out of one pass over bfloat16 logits.
+    scaled = logits if draw.inverse is None else logits * draw.inverse
     weights = probs = torch.softmax(scaled, dim=-1, dtype=torch.float32)
-    cut = (draw.top_p < 1) | (draw.top_k > 0)
-    if cut.any():
-        rows = torch.from_numpy(np.flatnonzero(cut)).to(probs.device)
-        kept = _truncate(probs[rows], draw.top_p[cut], draw.top_k[cut])
-        weights = probs.index_copy(0, rows, kept)
-    tokens = _inverse_cdf(weights, torch.from_numpy(draw.uniforms).to(probs.device))
-    greedy = draw.temperature == 0
-    if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy).to(probs.device), logits.argmax(-1), tokens)
+    if draw.cut is not None:
+        rows, top_p, top_k = draw.cut
+        weights = probs.index_copy(0, rows, _truncate(probs[rows], top_p, top_k))
+    tokens = _inverse_cdf(weights, draw.uniforms)
+    if draw.greedy is not None:
+        tokens = torch.where(draw.greedy, logits.argmax(-1), tokens)
     logprobs = probs.gather(1, tokens[:, None]).log().squeeze(1)
-    return tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()
+    drawn = torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32)]).cpu().numpy()
+    return drawn[0], drawn[1].view(np.float32)
 
 
-def _truncate(probs: torch.Tensor, top_p: NDArray[np.float32], top_k: NDArray[np.int64]) -> torch.Tensor:
+def _truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Zero what top-k and top-p cut off; [B, V]. Exactly k tokens stay; among equals the lower token id goes first."""
     vocabulary = probs.shape[1]
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-    k = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary)).to(probs.device)[:, None]
-    p = torch.from_numpy(top_p).to(probs.device)[:, None].double()
+    k = torch.where(top_k > 0, top_k, vocabulary)[:, None]
+    p = top_p[:, None].double()
     ranked = ranked.masked_fill(torch.arange(vocabulary, device=probs.device) >= k, 0)
     mass = ranked.double().cumsum(-1)
     before = mass - ranked
@@ -566,14 +591,14 @@ class SlotDecoder:
             return []
         drafts = self._draft(num_decode, admitted)
         rows = _Rows.of(len(self._running), drafts)
-        logits = self._compute(num_decode, rows, drafts, admitted)
         slots = self._table[rows.slots]
         draw = Draw(
             temperature=slots["temperature"],
             top_p=slots["top_p"],
             top_k=slots["top_k"],
             uniforms=uniforms(slots["stream"], slots["generated"] + rows.places),
-        )
+        ).to(self._device)
+        logits = self._compute(num_decode, rows, drafts, admitted)
         token_ids, logprobs = (drawn.tolist() for drawn in sample_tokens(logits, draw))
         reasons: list[FinishReason | None] = []
         finite: list[bool] = []
@@ -749,10 +774,10 @@ class SlotDecoder:
         return StepBatch(
             token_ids=torch.from_numpy(np.concatenate(tokens)).to(self._device),
             positions=torch.from_numpy(np.concatenate(places)).to(self._device),
-            num_decode=count,
+            decode_slots=torch.from_numpy(rows.slots[:count]).to(self._device),
             max_tokens=int(positions.max()) + 1 if num_decode else 0,
             prompts=segments,
-            runs=DecodeRuns.of(torch.from_numpy(rows.widths[:num_decode]).to(self._device)) if drafts else None,
+            runs=DecodeRuns.of(rows.widths[:num_decode], self._device) if drafts else None,
         )
 
     def _hand_out(self, reasons: Sequence[FinishReason | None], finite: Sequence[bool]) -> list[Result]:

@@ -58,16 +58,16 @@ def _fastest(forward: Forward, kv: SlotKV, clock: Clock, tokens: int, max_drafte
     """Drafts are as deep as may be, as they are in small batches."""
     device = kv.keys[0].device
     slots = min(kv.slots, -(-tokens // (1 + max_drafted)))
-    widths = torch.tensor([len(part) for part in np.array_split(np.arange(tokens), slots)])
+    widths = np.array([len(part) for part in np.array_split(np.arange(tokens), slots)])
     start = min(context, kv.max_tokens - int(widths.max()))
-    positions = torch.cat([torch.arange(start, start + int(width)) for width in widths])
+    positions = np.concatenate([np.arange(start, start + width) for width in widths])
     batch = StepBatch(
         token_ids=torch.ones(tokens, dtype=torch.int64, device=device),
-        positions=positions.to(device),
-        num_decode=tokens,
+        positions=torch.from_numpy(positions).to(device),
+        decode_slots=torch.from_numpy(np.repeat(np.arange(slots), widths)).to(device),
         max_tokens=int(positions.max()) + 1,
         prompts=(),
-        runs=DecodeRuns.of(widths.to(device)) if slots < tokens else None,
+        runs=DecodeRuns.of(widths, device) if slots < tokens else None,
     )
     kv.reserve(batch.max_tokens, 0)
     seconds: list[float] = []
