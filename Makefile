@@ -18,7 +18,7 @@ export PYTHON VENV_FLAGS TORCH_INDEX
 # Where it is set, each of a run's processes compiles our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test explore fuzz test-chaos test-long chaos-random test-sglang test-vllm compose-test check fmt bench gallery setup clean
+.PHONY: help run test explore fuzz test-chaos test-long chaos-random test-sglang test-vllm test-gpu compose-test check fmt bench gallery setup clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLA
 
 test-vllm: .venv/.ready-dev ## against the real vLLM of the environment VLLM_VENV=DIR
 	@$(PYTEST) tests/integration/test_server_engines.py -k vllm $(ARGS)
+
+test-gpu: .venv/.ready-dev ## against a real GPU
+	@$(PYTEST) tests/gpu -m gpu -n0 $(ARGS)
 
 explore: .venv/.ready-dev ## events in any order for MINUTES, from a fresh SEED on: a run loses nothing and trains nothing twice
 	@$(BIN)/python -m tests.property --minutes $(MINUTES) --seed $(SEED) $(ARGS)
