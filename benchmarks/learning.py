@@ -9,10 +9,11 @@ of these with one seed: a run, then 512 questions. Its result is a file of its o
 done, with every answer's verdict; cells whose file is there are not run again, a run that was cut off goes on from its
 checkpoint. Table and curves are made of what is there:
 
-    python -m benchmarks.learning [--cells sync:0,ppo:0] [--draw] [--work DIR]
+    python -m benchmarks.learning [--cells sync:0,ppo:0] [--draw] [--work DIR] [--device cuda:0] [--jobs 7]
 
 --draw runs nothing. Without --cells all that are missing are run. With nothing beside it each takes some 6 minutes on
-two cores that multiply bf16, and 20 where they have avx2 alone.
+two cores that multiply bf16, and 20 where they have avx2 alone. --jobs runs several at once, also on one GPU: a run
+takes no lock on a GPU that --device names. A cell that fails is named, and the others go on.
 
 Last line: JSON; a figure is null until all of its cells are there.
 """
@@ -23,12 +24,18 @@ import argparse
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
+import signal
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,8 +45,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from benchmarks.run import call, read_batches
+from benchmarks.run import STOP_S, call, read_batches
 from transport.process import files
+from transport.process.gpus import list_gpus
 from transport.process.programs import python_module
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +58,8 @@ BATCHES, SEEDS, HELD_OUT = 40, (0, 1, 2), 512
 LARGEST, EASY, EASY_ROWS = 35, 9, 60
 """As the preset's own sums, which end at 25 and are 635: too few to hold out 512 of and to train on the rest."""
 QUESTION = "State the final answer to the following arithmetic problem: {problem} ="
-CELL_LIMIT_S = 5400.0
+CELL_LIMIT_S, COMMANDS = 5400.0, 3
+"""Of one command, and how many a cell has."""
 CONFIDENCE = 0.95
 SMOOTHED_OVER = 5
 """Batches of a point of a curve: a batch's share varies by about 10 points."""
@@ -122,7 +131,8 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One file. batches: of each trained batch, ``right`` and the like, with the groups that were filtered.
 
-    settings: preset, then what was changed; a file of other settings than CELLS has counts as missing.
+    settings: preset, then what was changed; a file of other settings than CELLS has counts as missing.  machine: where
+    it ran, which is no setting.
     """
 
     cell: str
@@ -176,11 +186,16 @@ def recorded(kind: Kind, more: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """results: one file a cell.  work: runs and data.  more: settings over those of every cell, to try it out."""
+    """results: one file a cell.  work: runs and data.  more: settings over those of every cell, to try it out.
+
+    device: of torch, where all of a run computes; "": where the preset says.  jobs: cells that run at once.
+    """
 
     results: Path
     work: Path
     more: tuple[str, ...] = ()
+    device: str = ""
+    jobs: int = 1
 
     def path(self, cell: str, seed: int | None) -> Path:
         return self.results / (f"{cell}.json" if seed is None else f"{cell}-{seed}.json")
@@ -209,14 +224,11 @@ class Bench:
                 self._call("orchestrator", "run", "--resume", *named)
             else:
                 self._write_data()
-                chosen = [*settings_of(kind, self.work, self.more), f"run.seed={seed}"]
+                chosen = [*settings_of(kind, self.work, self.more), f"run.seed={seed}", *placed(kind, self.device)]
                 self._call("orchestrator", "run", "--preset", kind.preset, *named, *(f"--set={one}" for one in chosen))
         trained_s = time.monotonic() - started_s
-        untrained = f"untrained-{kind.preset}"
-        if self.read(untrained) is None:
-            plain = Kind(group="", why="", preset=kind.preset)
-            evaluated = self._evaluate(run_dir, "base")
-            self.write(Result(cell=untrained, settings=recorded(plain, self.more), evaluated=evaluated))
+        where = ", ".join((machine(run_dir), f"load {load:.1f} before", *([f"{self.jobs} jobs"] * (self.jobs > 1))))
+        self._ask_untrained(kind.preset, run_dir, where)
         result = Result(
             cell=cell,
             seed=seed,
@@ -224,10 +236,24 @@ class Bench:
             evaluated=self._evaluate(run_dir, "final"),
             batches=curves(read_batches(run_dir / "metrics.jsonl")),
             seconds=round(trained_s, 1),
-            machine=f"{os.cpu_count()} cores, load {load:.1f} before",
+            machine=where,
         )
         self.write(result)
         return result
+
+    def _ask_untrained(self, preset: str, run_dir: Path, where: str) -> None:
+        """Once, with the problems of any run of the preset: of cells that run at once, one asks."""
+        untrained = f"untrained-{preset}"
+        try:
+            asking = files.locked(self.work / f"{untrained}.lock")
+        except files.LockedError:
+            return
+        with closing(asking):
+            if self.read(untrained) is not None:
+                return
+            settings = recorded(Kind(group="", why="", preset=preset), self.more)
+            evaluated = self._evaluate(run_dir, "base")
+            self.write(Result(cell=untrained, settings=settings, evaluated=evaluated, machine=where))
 
     def _write_data(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
@@ -240,7 +266,66 @@ class Bench:
         return verdicts([json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()])
 
     def _call(self, module: str, *arguments: str) -> None:
-        call(python_module(module, *arguments), cwd=self.work, env=os.environ, limit_s=CELL_LIMIT_S)
+        alone = {} if self.jobs == 1 else {"OMP_NUM_THREADS": "1"}
+        call(python_module(module, *arguments), cwd=self.work, env=os.environ | alone, limit_s=CELL_LIMIT_S)
+
+
+def placed(kind: Kind, device: str) -> list[str]:
+    """Settings that have all models of a run on ``device``; "": none."""
+    learners = ["generation", "trainer", *(["critic"] if "algorithm.name=ppo" in kind.settings else [])]
+    return [f"{section}.device={device}" for section in learners if device]
+
+
+def machine(run_dir: Path) -> str:
+    """What a run computes on, as its own settings say, which a resumed one keeps."""
+    device = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))["generation"]["device"]
+    number = int(device.partition(":")[2] or 0)
+    gpu = [one.name for one in list_gpus()[number : number + 1] if device != "cpu"]
+    return ", ".join([*gpu, f"{os.cpu_count()} cores"])
+
+
+def run_cells(bench: Bench, cells: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Run those that are missing, ``bench.jobs`` at once, in processes of their own. Returns those that failed.
+
+    A signal that ends this process ends theirs, with all that they have started.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    waiting = [one for one in cells if bench.read(*one) is None][::-1]
+    running: dict[int, tuple[BaseProcess, tuple[str, int]]] = {}
+    failed: list[tuple[str, int]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < bench.jobs:
+                process = spawn.Process(target=_run_cell, args=(bench, *(one := waiting.pop())))
+                process.start()
+                running[process.sentinel] = (process, one)
+            for sentinel in connection.wait(list(running), COMMANDS * CELL_LIMIT_S) or [next(iter(running))]:
+                process, one = running.pop(int(sentinel))  # pyright: ignore[reportArgumentType] # of a process: an int
+                _end(process)
+                if process.exitcode:
+                    failed.append(one)
+                    print(f"{one[0]}:{one[1]}: failed with {process.exitcode}", flush=True)
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+        for process, _ in running.values():
+            _end(process)
+    return failed
+
+
+def _end(process: BaseProcess) -> None:
+    """Of one that has ended, was asked to, or is late."""
+    process.join(2 * STOP_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+
+
+def _run_cell(bench: Bench, cell: str, seed: int) -> None:
+    signal.signal(signal.SIGINT, lambda *_: None)  # of a terminal: the parent's, which sends SIGTERM
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = bench.run(cell, seed)
+    print(f"{cell}:{seed}: held-out right {right_matrix([result]).mean():.3f}, {result.seconds:.0f} s", flush=True)
 
 
 def verdicts(answers: Sequence[Mapping[str, Any]]) -> Evaluated:
@@ -371,7 +456,16 @@ def table(found: Found) -> str:
         for name in ("untrained-smollm2", "untrained-two_turn_tool")
         if (share := share_of(found, name)) is not None
     ]
-    return "\n".join([*lines, "", *map(described, CELLS)])
+    return "\n".join([*lines, "", ran_on(found), "", *map(described, CELLS)])
+
+
+def ran_on(found: Found) -> str:
+    """Cells by machine: those of a table may have run on several."""
+    cells: dict[str, list[str]] = {}
+    for one in (one for results in found.values() for one in results):
+        where = one.machine.partition(", load ")[0] or "an unnamed machine"
+        cells.setdefault(where, []).append(one.cell if one.seed is None else f"{one.cell}:{one.seed}")
+    return "Ran on " + "; ".join(f"{where}: {', '.join(names)}" for where, names in cells.items()) + "."
 
 
 def described(cell: str) -> str:
@@ -440,14 +534,22 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "learning", help="for runs and data; kept")
     parser.add_argument("--results", type=Path, default=RESULTS, help="another directory, to try it out")
     parser.add_argument("--set", action="append", default=[], help="section.key=value over every cell, to try it out")
+    parser.add_argument("--device", default="", help="of torch, where all of a run computes: cuda:0, cpu; as preset")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at once, 1 or more")
     options = parser.parse_args()
-    bench = Bench(results=options.results.resolve(), work=options.work.resolve(), more=tuple(options.set))
+    bench = Bench(
+        results=options.results.resolve(),
+        work=options.work.resolve(),
+        more=tuple(options.set),
+        device=options.device,
+        jobs=options.jobs,
+    )
     if bench.more and bench.results == RESULTS:
         raise SystemExit("--set is for trying it out: give --results another directory")
-    for cell, seed in [] if options.draw else chosen_cells(options.cells):
-        if bench.read(cell, seed) is None:
-            result = bench.run(cell, seed)
-            print(f"{cell}:{seed}: held-out right {right_matrix([result]).mean():.3f}", flush=True)
+    if bench.jobs < 1:
+        raise SystemExit(f"--jobs {bench.jobs}: 1 or more cells at once")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    failed = [] if options.draw else run_cells(bench, list(chosen_cells(options.cells)))
     found = found_in(bench)
     bench.results.mkdir(parents=True, exist_ok=True)
     draw(found, bench.results / CURVES)
@@ -456,6 +558,8 @@ def main() -> None:
     else:
         print(table(found))
     print(json.dumps(figures(found)))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(f'{cell}:{seed}' for cell, seed in failed)}; the others are done")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,9 +31,13 @@ from benchmarks.learning import (
     draw,
     figures,
     found_in,
+    machine,
     over_problems,
     over_seeds,
+    placed,
+    ran_on,
     recorded,
+    run_cells,
     settings_of,
     share_of,
     sums,
@@ -36,6 +46,9 @@ from benchmarks.learning import (
     write_page,
 )
 from orchestrator.config.load import resolve
+from orchestrator.launch.gpus import place_gpus
+from transport.process import files
+from transport.process.gpus import Gpu
 
 
 def result(cell: str, seed: int | None, right: str, *, problems: str = "p", more: tuple[str, ...] = ()) -> Result:
@@ -64,6 +77,126 @@ def test_every_cell_is_settings_that_a_run_takes(cell: str, tmp_path: Path) -> N
     settings = resolve(kind.preset, [], settings_of(kind, tmp_path, ()), {}).settings
     assert (settings.run.batches, settings.eval.problems) == (BATCHES, HELD_OUT)
     assert settings.eval.every == 0
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_device_is_that_of_all_models_of_a_run_and_of_no_result(cell: str, tmp_path: Path) -> None:
+    kind = CELLS[cell]
+    chosen = [*settings_of(kind, tmp_path, ()), *placed(kind, "cuda:0")]
+    settings = resolve(kind.preset, [], chosen, {}).settings
+    assert {settings.generation.device, settings.trainer.device, settings.scoring_device} == {"cuda:0"}
+    assert not settings.has_critic or settings.critic.device == "cuda:0"
+    assert place_gpus(settings) is None  # it takes no lock: others may run there
+    assert not any("device" in one for one in recorded(kind, ()))
+    assert placed(kind, "") == []
+
+
+def test_a_machine_is_named_as_the_run_itself_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "list_gpus", lambda: [Gpu(uuid="GPU-0", name="one"), Gpu(uuid="GPU-1", name="two")])
+    cores = f"{os.cpu_count()} cores"
+    for device, told in (("cpu", cores), ("cuda:1", f"two, {cores}"), ("auto", f"one, {cores}")):
+        (tmp_path / "config.toml").write_text(f'[generation]\ndevice = "{device}"\n')
+        assert machine(tmp_path) == told
+
+
+def test_the_table_says_where_cells_ran(tmp_path: Path) -> None:
+    bench = Bench(results=tmp_path, work=tmp_path)
+    for seed, where in ((0, "2 cores, load 1.3 before"), (1, "H100, 16 cores, load 9.0 before, 7 jobs")):
+        bench.write(msgspec.structs.replace(result("ppo", seed, "01"), machine=where))
+    found = found_in(bench)
+    assert ran_on(found) == "Ran on 2 cores: ppo:0; H100, 16 cores: ppo:1."
+    assert ran_on(found) in table(found)
+
+
+class Pretended(Bench):
+    """Cells that train nothing. Each waits for ``jobs`` others that are there at once, within a deadline."""
+
+    def run(self, cell: str, seed: int) -> Result:
+        if cell == "ppo":
+            raise SystemExit("no such critic")
+        (self.work / f"{cell}-{seed}").touch()
+        deadline_s = time.monotonic() + 60
+        while len(list(self.work.iterdir())) < self.jobs:
+            if time.monotonic() > deadline_s:
+                raise SystemExit("was left alone")
+            time.sleep(0.01)
+        done = result(cell, seed, "01")
+        self.write(done)
+        return done
+
+
+def test_cells_run_at_once_and_one_that_fails_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bench = Pretended(results=tmp_path / "results", work=tmp_path / "work", jobs=2)
+    bench.work.mkdir()
+    bench.write(result("gspo", 0, "01"))
+    assert run_cells(bench, [("ppo", 1), ("gspo", 0), ("sync", 0), ("rloo", 2)]) == [("ppo", 1)]
+    assert {path.name for path in bench.work.iterdir()} == {"sync-0", "rloo-2"}  # not gspo:0, which is there
+    assert bench.read("sync", 0) == result("sync", 0, "01")
+    said = capfd.readouterr()
+    assert "ppo:1: failed with 1" in said.out
+    assert "no such critic" in said.err
+
+
+def test_of_cells_that_run_at_once_one_asks_the_untrained_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, asked = Bench(results=tmp_path / "results", work=tmp_path, jobs=2), 0
+
+    def evaluate(*_: object) -> Evaluated:
+        nonlocal asked
+        asked += 1
+        return Evaluated(right="00", well_formed=0.0, problems="p")
+
+    monkeypatch.setattr(Bench, "_evaluate", evaluate)
+    with files.locked(tmp_path / "untrained-smollm2.lock"):
+        bench._ask_untrained("smollm2", tmp_path, "here")
+    assert (asked, bench.read("untrained-smollm2")) == (0, None)
+    bench._ask_untrained("smollm2", tmp_path, "here")
+    bench._ask_untrained("smollm2", tmp_path, "elsewhere")
+    told = bench.read("untrained-smollm2")
+    assert told is not None
+    assert (asked, told.machine) == (1, "here")
+
+
+STARTS_CELLS = """
+import signal, sys
+from pathlib import Path
+from benchmarks.learning import Bench, run_cells
+from benchmarks.run import call
+
+class Endless(Bench):
+    def run(self, cell, seed):
+        named = f"pathlib.Path('{self.work}/{cell}').write_text(str(os.getpid()))"
+        program = f"import os, pathlib, time; {named}; time.sleep(300)"
+        call([sys.executable, "-c", program], cwd=self.work, env={}, limit_s=300)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    work = Path(sys.argv[1])
+    run_cells(Endless(results=work / "results", work=work, jobs=2), [("sync", 0), ("gspo", 0)])
+"""
+
+
+def test_what_ends_the_bench_ends_all_that_it_started(tmp_path: Path) -> None:
+    script, work = tmp_path / "starts.py", tmp_path / "work"
+    script.write_text(STARTS_CELLS)
+    work.mkdir()
+    search = {"PYTHONPATH": str(learning.ROOT)}
+    process = subprocess.Popen([sys.executable, str(script), str(work)], env=os.environ | search)
+    try:
+        until(lambda: len([path for path in work.iterdir() if path.read_text()]) == 2)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) != 0
+    for path in work.iterdir():
+        until(lambda path=path: not Path(f"/proc/{path.read_text()}").exists())
+
+
+def until(there: Callable[[], bool], limit_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not there():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 def test_an_interval_over_problems_is_paired() -> None:
@@ -143,6 +276,7 @@ def test_a_cell_goes_on_where_it_was_cut_off(there: str, tmp_path: Path, monkeyp
             (run_dir / "model").mkdir(parents=True, exist_ok=True)
             line = {"batch": 0, "right": 0.5, "well_formed": 1.0, "reward": 0.5, "right_with_filtered": 0.25}
             (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+            (run_dir / "config.toml").write_text('[generation]\ndevice = "cpu"\n')
         else:
             scored = {"prompt_id": "a", "figures": {"right": 1.0, "well_formed": 1.0}}
             Path(arguments[-1]).write_text(json.dumps(scored) + "\n")
@@ -150,7 +284,7 @@ def test_a_cell_goes_on_where_it_was_cut_off(there: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(learning, "call", call)
     if there != "nothing":
         run_dir.mkdir(parents=True)
-        (run_dir / "config.toml").touch()
+        (run_dir / "config.toml").write_text('[generation]\ndevice = "cpu"\n')
     if there == "trained":
         (run_dir / "model").mkdir()
         (run_dir / "metrics.jsonl").write_text('{"batch": 0, "right": 0.25, "well_formed": 1.0, "reward": 0.5}\n')
