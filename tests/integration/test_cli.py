@@ -65,7 +65,7 @@ def test_a_run_is_found_by_its_name_also_beside_a_directory_that_is_called_alike
         (["--config", "absent.toml"], "absent.toml: cannot be read: No such file or directory"),
         (
             ["--preset", "huge"],
-            "--preset: there is no preset 'huge'; presets: code, endpoint, gsm8k, ppo, service, sft, smollm2, "
+            "--preset: there is no preset 'huge'; presets: code, distill, endpoint, gsm8k, ppo, service, sft, smollm2, "
             "smollm2-hard, tiny, two_turn_tool",
         ),
         (
