@@ -790,7 +790,9 @@ def algorithms() -> Iterator[Case]:
         "o run --preset tiny --set scoring.reward= --set scoring.reward_model=random:qwen3-tiny",
         *("scoring.reward_model", "gives 2 numbers", "reward model gives one"),
     )
-    yield case("a teacher that is not there", "o run --preset distill", "algorithm.teacher", "runs/smollm2/model", "ends")
+    yield case(
+        "a teacher that is not there", "o run --preset distill", "algorithm.teacher", "runs/smollm2/model", "ends"
+    )
     yield setting("scoring.reward=code", "rows with tests", "docs/code-rewards.md")
     yield case(
         "code without a jail", "o run --preset code --set scoring.jail=off", "scoring.jail", "runs in a jail alone"
