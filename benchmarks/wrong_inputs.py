@@ -787,7 +787,7 @@ def algorithms() -> Iterator[Case]:
     yield setting("scoring.reward_model=random:qwen3-tiny", "scoring.reward")
     yield case(
         "a language model as reward model",
-        "o run --preset tiny --set scoring.reward= --set scoring.reward_model=random:qwen3-tiny",
+        f"o run {EMULATED} --set scoring.reward= --set scoring.reward_model=random:qwen3-tiny",
         *("scoring.reward_model", "gives 2 numbers", "reward model gives one"),
     )
     yield case(

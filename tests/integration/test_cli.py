@@ -73,6 +73,11 @@ def test_a_run_is_found_by_its_name_also_beside_a_directory_that_is_called_alike
             "absent.jsonl: cannot be read: No such file",
         ),
         (
+            ["--preset", "distill"],
+            "algorithm.teacher 'runs/smollm2/model' is neither a directory (a run leaves this one when it ends), a hub "
+            "name, package:<name> nor random:<name>",
+        ),
+        (
             ["--preset", "smollm2-hard", "--set", "data.task=chain_sun"],
             "data.task 'chain_sun' is no reasoning_gym task (did you mean chain_sum?)",
         ),
