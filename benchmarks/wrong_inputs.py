@@ -787,9 +787,11 @@ def algorithms() -> Iterator[Case]:
     yield setting("scoring.reward_model=random:qwen3-tiny", "scoring.reward")
     yield case(
         "a language model as reward model",
-        "o run --preset tiny --set scoring.reward= --set scoring.reward_model=random:qwen3-tiny",
+        f"o run {EMULATED} --set scoring.reward= --set scoring.reward_model=random:qwen3-tiny",
         *("scoring.reward_model", "gives 2 numbers", "reward model gives one"),
-        loads=True,
+    )
+    yield case(
+        "a teacher that is not there", "o run --preset distill", "algorithm.teacher", "runs/smollm2/model", "ends"
     )
     yield setting("scoring.reward=code", "rows with tests", "docs/code-rewards.md")
     yield case(

@@ -105,8 +105,31 @@ def prepare_model(
     elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
         directory = _from_hub(path, trust_remote_code, say, setting)
     else:
-        raise ModelError(f"{setting} {path!r} is neither a directory, a hub name, package:<name> nor random:<name>")
+        of_run = " (a run leaves this one when it ends)" if Path(path).name == "model" else ""
+        kinds = f"neither a directory{of_run}, a hub name, package:<name> nor random:<name>"
+        raise ModelError(f"{setting} {path!r} is {kinds}")
     check_model_dir(directory)
+    return directory
+
+
+def prepare_reward_model(path: str, *, cache_dir: Path, setting: str = "scoring.reward_model") -> Path:
+    """As ``prepare_model``, of a sequence classifier of one number.
+
+    Raises ModelError, also for a model of more numbers: a language model has the two that transformers assumes where
+    config.json says nothing, which is read without it, as its import alone takes minutes on an overloaded machine.
+    """
+    try:
+        directory = prepare_model(path, cache_dir=cache_dir, setting=setting)
+        config = _read_json(directory / "config.json", needed="it says what the model is")
+    except ModelError as error:
+        raise error if setting in str(error) else ModelError(f"{setting}: {error}") from error
+    labels = config.get("id2label")
+    numbers = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    if numbers != 1:
+        raise ModelError(
+            f"{setting} = {path!r} gives {numbers} numbers, where a reward model gives one (num_labels in its "
+            "config.json): a language model is none; to have one judge, write a reward of yours (scoring.reward)"
+        )
     return directory
 
 

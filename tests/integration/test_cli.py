@@ -65,12 +65,17 @@ def test_a_run_is_found_by_its_name_also_beside_a_directory_that_is_called_alike
         (["--config", "absent.toml"], "absent.toml: cannot be read: No such file or directory"),
         (
             ["--preset", "huge"],
-            "--preset: there is no preset 'huge'; presets: code, endpoint, gsm8k, ppo, service, sft, smollm2, "
+            "--preset: there is no preset 'huge'; presets: code, distill, endpoint, gsm8k, ppo, service, sft, smollm2, "
             "smollm2-hard, tiny, two_turn_tool",
         ),
         (
             ["--set", "data.source=jsonl", "--set", "data.path=absent.jsonl"],
             "absent.jsonl: cannot be read: No such file",
+        ),
+        (
+            ["--preset", "distill"],
+            "algorithm.teacher 'runs/smollm2/model' is neither a directory (a run leaves this one when it ends), a hub "
+            "name, package:<name> nor random:<name>",
         ),
         (
             ["--preset", "smollm2-hard", "--set", "data.task=chain_sun"],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3ForSequenceClassification
+from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassification
 
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
@@ -20,7 +22,7 @@ from transport.contracts.settings import DataSettings, ScoringSettings, Settings
 from transport.contracts.types import RunName, WorkerId
 from workers.commands.check import check_workers
 from workers.errors import ModelError, RewardError, RewardSetupError
-from workers.models import prepare_model
+from workers.models import prepare_model, prepare_reward_model
 from workers.scoring.reward_model import COMPONENT, RewardModel, RewardModelPool
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
@@ -79,13 +81,16 @@ async def test_samples_that_share_a_pass_get_the_numbers_that_they_have_alone(
         passes.append(len(samples))
         return scores(self, samples)
 
+    threads: list[int] = []
     monkeypatch.setattr(RewardModel, "scores", counted)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     settings = settings_of(reward_model, suffix=" say it.", system="be brief.")
     pool = open_pool(settings, reward_spec(settings, ""), processes=1)
     await pool.start()
     found = await asyncio.gather(*(pool.score("unused", answer, ENTRY) for answer in ANSWERS))
     await pool.close()
     assert passes == [1, 4], "what came during the first pass is the second"
+    assert threads == [settings.trainer.threads]
     asked = [{"role": "system", "content": "be brief."}, {"role": "user", "content": "2 + 2 = say it."}]
     expected = [alone(reward_model, [*asked, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
     assert [reward.value for reward in found] == pytest.approx(expected, abs=1e-5)
@@ -156,10 +161,43 @@ async def test_what_is_no_reward_model_is_refused_by_name(model_dir: Path, rewar
     shutil.copytree(reward_model, headless)
     shutil.copy(model_dir / "model.safetensors", headless)
     for path, reason in cases.items():
-        with pytest.raises(RewardSetupError, match=reason):
+        with pytest.raises(ModelError, match=reason):
             check_workers(settings_of(Path(path)) if path != "what is this" else _named(path), _no_rows())
     with pytest.raises(RewardSetupError, match=r"holds no tensor score.weight: its rewards would be random"):
         await RewardModelPool(settings_of(headless)).start()
+
+
+def test_a_language_model_is_refused_before_torch_is_imported(model_dir: Path) -> None:
+    code = (
+        "import sys\n"
+        "from workers.errors import ModelError\n"
+        "from workers.models import prepare_reward_model\n"
+        "import workers.commands.check\n"
+        "from pathlib import Path\n"
+        "try:\n"
+        "    prepare_reward_model(sys.argv[1], cache_dir=Path())\n"
+        "except ModelError:\n"
+        "    print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(model_dir)], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("labels", "numbers"), [({"id2label": {"0": "score"}}, 1), ({"num_labels": 1}, 1), ({"num_labels": 4}, 4), ({}, 2)]
+)
+def test_numbers_are_counted_as_transformers_counts_them(
+    model_dir: Path, tmp_path: Path, labels: dict[str, object], numbers: int
+) -> None:
+    directory = shutil.copytree(model_dir, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | labels))
+    assert AutoConfig.from_pretrained(directory).num_labels == numbers
+    if numbers == 1:
+        assert prepare_reward_model(str(directory), cache_dir=tmp_path) == directory
+    else:
+        with pytest.raises(ModelError, match=f"gives {numbers} numbers"):
+            prepare_reward_model(str(directory), cache_dir=tmp_path)
 
 
 def _named(path: str) -> Settings:

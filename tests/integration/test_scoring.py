@@ -369,9 +369,12 @@ async def test_nobody_is_asked_about_rows_of_a_part_without_a_kl(
 
 
 async def test_a_teacher_says_how_likely_each_token_is(
-    broker: Broker, model_dir: Path, clock: ManualClock, tokenize, tmp_path: Path
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
+
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
 
     teacher = tmp_path / "teacher"
     shutil.copytree(model_dir, teacher)
@@ -381,6 +384,7 @@ async def test_a_teacher_says_how_likely_each_token_is(
             parameter.mul_(1.5)
     model.save_pretrained(teacher)
     settings = settings_for("tests.fakes.rewards:length", kl_coef=0.1, teacher=str(teacher))
+    settings = replace(settings, trainer=replace(settings.trainer, threads=3))
     await admit(broker, {}, reference=True)
     responses = [tokenize(text) for text in ("one", "two", "three")]
     await generate(broker, *responses)
@@ -392,6 +396,7 @@ async def test_a_teacher_says_how_likely_each_token_is(
     expected = (logits / 0.7).log_softmax(-1)[range(len(responses[0])), responses[0]].numpy()
     found = decode_array(Column.REFERENCE_LOGPROBS, row[Column.REFERENCE_LOGPROBS])
     assert found == pytest.approx(expected, abs=1e-4)
+    assert threads == [3], "not one a core, beside those of engine and trainer"
 
 
 async def test_a_teacher_of_another_vocabulary_is_refused_by_name(

@@ -435,7 +435,7 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     epochs: AtLeast1 = 1  # passes over a batch
     micro_batch_tokens: AtLeast1 = 4096  # packed tokens a rank takes at once
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass; weights and sums stay float32
-    threads: AtLeast1 = 1  # CPU threads of each rank
+    threads: AtLeast1 = 1  # CPU threads of each rank, of a critic, and of models that score
     device: Device = "auto"  # auto: cuda when there is one, else cpu
     gpus: GpuNumbers = "auto"  # of `run`, which gives each rank one of its own; auto: the first
     ranks: AtLeast1 | Literal["auto"] = "auto"  # processes; auto: of `run` on about half of the GPUs, else 1

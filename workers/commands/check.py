@@ -1,21 +1,22 @@
 """``streamrl-worker check``: what would end a run's workers on this host, found before the run begins.
 
-A reward, a loss or an advantage that cannot be imported or computes nothing, a device that is not there, an engine that
-is not installed: each worker would say so by itself, but only after its broker, its model and its neighbours were
-started.
+A reward, a loss or an advantage that cannot be imported or computes nothing, a device, a teacher or a reward model that
+is not there, an engine that is not installed: each worker would say so by itself, but only after its broker, its model
+and its neighbours were started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import shutil
 
 from transport.contracts.messages import TrialRows, part_of
 from transport.contracts.settings import SERVER_ENGINES, GenerationSettings, Settings
 from workers.environments.pool import Environments
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, ModelError
-from workers.models import choose_device, try_chat_template
+from workers.models import choose_device, model_cache, prepare_model, prepare_reward_model, try_chat_template
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
 from workers.user_functions.advantage import own_advantages
@@ -37,10 +38,10 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
     _try_functions(settings)
     if settings.scoring.reward:
         asyncio.run(_try_reward(settings, trial))
+    if settings.algorithm.teacher:
+        prepare_model(settings.algorithm.teacher, cache_dir=model_cache(os.environ), setting="algorithm.teacher")
     if settings.scoring.reward_model:
-        from workers.scoring.reward_model import reward_model_dir  # torch
-
-        try_chat_template(reward_model_dir(settings.scoring.reward_model))
+        try_chat_template(prepare_reward_model(settings.scoring.reward_model, cache_dir=model_cache(os.environ)))
     if settings.environments:
         asyncio.run(_try_environment(settings, trial))
 

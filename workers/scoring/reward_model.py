@@ -23,11 +23,11 @@ from typing import Any, cast
 import structlog
 import torch
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from transport.contracts.settings import Settings
-from workers.errors import ModelError, RewardError, RewardSetupError
-from workers.models import choose_device, load_tokenizer, model_cache, prepare_model
+from workers.errors import RewardError, RewardSetupError
+from workers.models import choose_device, load_tokenizer, model_cache, prepare_reward_model
 from workers.scoring.rewards import Reward, Sample, read_entry
 from workers.scoring.tasks import Passes
 from workers.trainer.policy.loading import NOT_BUILT
@@ -37,21 +37,6 @@ log = structlog.get_logger(__name__)
 
 COMPONENT = "reward_model"
 SETTING = "scoring.reward_model"
-
-
-def reward_model_dir(path: str) -> Path:
-    """Prepared here. Raises RewardSetupError: it is not there, or is no reward model."""
-    try:
-        directory = prepare_model(path, cache_dir=model_cache(os.environ), setting=SETTING)
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ModelError, *NOT_BUILT) as error:
-        raise RewardSetupError(f"{SETTING}: {error}" if SETTING not in str(error) else str(error)) from error
-    if config.num_labels != 1:
-        raise RewardSetupError(
-            f"{SETTING} = {path!r} gives {config.num_labels} numbers, where a reward model gives one (num_labels in "
-            "its config.json): a language model is none; to have one judge, write a reward of yours (scoring.reward)"
-        )
-    return directory
 
 
 class RewardModel:
@@ -136,7 +121,7 @@ class RewardModelPool:
         self.jailed = None
 
     async def start(self, trial: Sequence[Sample] = ()) -> None:
-        """Load it, and try it. Raises RewardSetupError: there is none, or it scores none of ``trial``; ModelError."""
+        """Load it, and try it. Raises ModelError: there is none; RewardSetupError: it scores none of ``trial``."""
         self._model = await asyncio.to_thread(self._load)
         failures: list[str] = []
         for sample in trial:
@@ -151,8 +136,9 @@ class RewardModelPool:
 
     def _load(self) -> RewardModel:
         settings = self._settings
+        torch.set_num_threads(settings.trainer.threads)
         device = choose_device(settings.scoring_device, "scoring.device")
-        directory = reward_model_dir(settings.scoring.reward_model)
+        directory = prepare_reward_model(settings.scoring.reward_model, cache_dir=model_cache(os.environ))
         dtype = choose_dtype(settings.trainer.dtype, device)
         model = RewardModel(directory, device, dtype, settings.trainer.micro_batch_tokens)
         log.info("reward model", path=settings.scoring.reward_model, device=str(device), dtype=str(dtype))

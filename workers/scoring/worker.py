@@ -164,8 +164,11 @@ class ScoringWorker:
         if self._teacher is not None:
             await self._teacher.start()
             return self._teacher.logprobs
-        from workers.trainer.policy.model import reference_logprobs  # torch: only where it is needed
+        import torch  # only where it is needed
 
+        from workers.trainer.policy.model import reference_logprobs
+
+        torch.set_num_threads(self._settings.trainer.threads)  # else one a core, beside those of engine and trainer
         directory = await asyncio.to_thread(reference_dir, self._settings, self._model_dir)
         return ReferenceTask.computed(await asyncio.to_thread(reference_logprobs, directory, self._settings))
 
