@@ -60,6 +60,8 @@ LARGEST, EASY, EASY_ROWS = 35, 9, 60
 QUESTION = "State the final answer to the following arithmetic problem: {problem} ="
 CELL_LIMIT_S, COMMANDS = 5400.0, 3
 """Of one command, and how many a cell has."""
+CONTEXT = 2048
+"""Tokens, of ``--device``: the bound that an engine on a CPU has anyway."""
 CONFIDENCE = 0.95
 SMOOTHED_OVER = 5
 """Batches of a point of a curve: a batch's share varies by about 10 points."""
@@ -224,7 +226,7 @@ class Bench:
                 self._call("orchestrator", "run", "--resume", *named)
             else:
                 self._write_data()
-                chosen = [*settings_of(kind, self.work, self.more), f"run.seed={seed}", *placed(kind, self.device)]
+                chosen = [*placed(kind, self.device), *settings_of(kind, self.work, self.more), f"run.seed={seed}"]
                 self._call("orchestrator", "run", "--preset", kind.preset, *named, *(f"--set={one}" for one in chosen))
         trained_s = time.monotonic() - started_s
         where = ", ".join((machine(run_dir), f"load {load:.1f} before", *([f"{self.jobs} jobs"] * (self.jobs > 1))))
@@ -271,9 +273,15 @@ class Bench:
 
 
 def placed(kind: Kind, device: str) -> list[str]:
-    """Settings that have all models of a run on ``device``; "": none."""
-    learners = ["generation", "trainer", *(["critic"] if "algorithm.name=ppo" in kind.settings else [])]
-    return [f"{section}.device={device}" for section in learners if device]
+    """Settings that have all models of a run on ``device``, and its KV memory as small as on a CPU; "": none.
+
+    A model's whole context would have each run look for 12 GB of a GPU that several share, and none needs more than
+    256 tokens.
+    """
+    if not device:
+        return []
+    sections = ["generation", "trainer", *(["critic"] if "algorithm.name=ppo" in kind.settings else [])]
+    return [*(f"{section}.device={device}" for section in sections), f"generation.max_context={CONTEXT}"]
 
 
 def machine(run_dir: Path) -> str:

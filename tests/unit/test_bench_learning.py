@@ -87,6 +87,7 @@ def test_a_device_is_that_of_all_models_of_a_run_and_of_no_result(cell: str, tmp
     assert {settings.generation.device, settings.trainer.device, settings.scoring_device} == {"cuda:0"}
     assert not settings.has_critic or settings.critic.device == "cuda:0"
     assert place_gpus(settings) is None  # it takes no lock: others may run there
+    assert settings.sampling.max_new_tokens < settings.generation.max_context
     assert not any("device" in one for one in recorded(kind, ()))
     assert placed(kind, "") == []
 
