@@ -240,7 +240,8 @@ def over_padded(name: str, turns: int = 3) -> dict[str, float]:
     """Ours over a padded loop of the same model, weights in bf16 on both sides, a group a micro-batch for the loop."""
     case = CASES[name]
     step, groups = step_of(case), groups_of(case.llm, case.tokens, seed=1)
-    padded: Any = AutoModelForCausalLM.from_config(config_of(case.llm), dtype=torch.bfloat16).to(GPU).eval()
+    with GPU:
+        padded: Any = AutoModelForCausalLM.from_config(config_of(case.llm), dtype=torch.bfloat16).eval()
     ours: Callable[[], object] = lambda: step.accumulate(groups)  # noqa: E731
     theirs: Callable[[], object] = lambda: padded_loop(padded, groups)  # noqa: E731
     taken: dict[str, list[float]] = {"packed": [], "padded": []}

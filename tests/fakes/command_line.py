@@ -26,7 +26,8 @@ TIMEOUT_S = 150.0
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Of a process that finds our packages wherever it is started. more: over what this process has."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **(more or {})}
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, **(more or {})}
 
 
 def orchestrator(

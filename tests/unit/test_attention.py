@@ -50,7 +50,7 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[Group
 
 def outputs_and_gradients(attend, *leaves: Tensor) -> list[Tensor]:
     out = attend(*leaves)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
