@@ -34,6 +34,8 @@ GROUP_SIZE = 8
 GROUPS = 5
 """Of a batch: 40 episodes."""
 TURNS = 3
+LIMIT_S = 1800.0
+"""For the first batch, and for all of them: a machine at load 10 took four minutes to start the run."""
 
 
 class Paying:
@@ -70,7 +72,8 @@ def killed_run(episodes: int, kills: int) -> dict[str, float | bool]:
     )
     with tempfile.TemporaryDirectory(prefix="streamrl-agents-") as name:
         with LiveRun(Path(name), *QUICK, *EMULATED, *settings) as run:
-            run.wait_for_batch(1)  # a child that is only tried out before the run is none of it
+            # A child that is only tried out before the run is none of it.
+            run.wait_until(lambda: bool(run.metrics()), "first batch", timeout_s=LIMIT_S)
             killed: set[int] = set()
             while len(killed) < kills and run.is_running:
                 for pid in run.survivors(CHILD):
@@ -80,7 +83,7 @@ def killed_run(episodes: int, kills: int) -> dict[str, float | bool]:
                             killed.add(pid)
                         time.sleep(0.3)
                 time.sleep(0.1)
-            code = run.wait_for_end()
+            code = run.wait_for_end(timeout_s=LIMIT_S)
             audit = run.audit()
             scored: dict[GroupId, Sequence[float]] = {}
             for record in read_whole_records(run.run_dir / "journal"):
