@@ -124,7 +124,13 @@ CASES = {
         recall=0,
         probes=True,
     ),
-    "seer_fp8": Case(title=f"scored, recall {PAPER_RECALL}, drafts, fp8 caches", drafts=DRAFTS, fp8=Fp8(kv=True)),
+    "seer_fp8": Case(
+        title=f"pulled, recall {PAPER_RECALL}, drafts, fp8 caches",
+        dispatch="pulled",
+        slots=PULLED_SLOTS,
+        drafts=DRAFTS,
+        fp8=Fp8(kv=True),
+    ),
 }
 
 
