@@ -364,9 +364,9 @@ def main() -> None:
     for name in filter(None, arguments.cases.split(",")):
         part(f"train {name}", lambda name=name: trained(CASES[name], ceilings))
     for rows in map(int, filter(None, arguments.rows.split(","))):
-        kept, head.SOFTMAX_ROWS = head.SOFTMAX_ROWS, rows
+        kept, head.SOFTMAX_ROWS["cuda"] = head.SOFTMAX_ROWS["cuda"], rows
         part(f"train 1.5B-selective, {rows} rows", lambda: trained(CASES["1.5B-selective"], ceilings))
-        head.SOFTMAX_ROWS = kept
+        head.SOFTMAX_ROWS["cuda"] = kept
     part("padded 0.5B", lambda: over_padded("0.5B"))
     for slots in (64, 256):
         part(f"decode 1.5B, {slots} slots", lambda slots=slots: decoded("Qwen2.5-1.5B", slots, ceilings))

@@ -138,7 +138,7 @@ HEAD = f"""# Which model fits which machine
 
 Made by `python -m benchmarks.models_and_machines`; do not edit it here. The rows are what the planner's functions say,
 the same by which [`plan`](planning.md) proposes and the trainer refuses at its start, where it names what would fit.
-They are predictions, compared with small models on a CPU (`benchmarks/parallel_predicted.py`), and with models of .5B to
+They are predictions, compared with small models on a CPU (`benchmarks/parallel_predicted.py`), and with models of up to
 7B on one H100, where a rank took 3 to 7% less than predicted ([figures](figures.md)).
 
 - Samples have up to {LONGEST_TOKENS} tokens, prompt included; a rank computes {2 * LONGEST_TOKENS} at once, or

@@ -24,8 +24,8 @@ MASTER_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4, 4, 8
 """Of a trained weight: fp32 master, fp32 sum of gradients, the two moments of AdamW."""
 SUM_BYTES = 4
 """Of norms, of softmax, and of gradients while they are reduced: all in fp32."""
-BLOCK_ROWS, SOFTMAX_ROWS = 2048, 128
-"""Rows of logits whose gradient is held at once, and of those in fp32 (``workers/trainer/policy/model.py``)."""
+BLOCK_ROWS, CPU_SOFTMAX_ROWS, GPU_SOFTMAX_ROWS = 2048, 128, 512
+"""Rows of logits whose gradient is held at once, and of those in fp32 (``workers/trainer/policy/head.py``)."""
 MOST_TENSOR = 8
 """Ranks that compute a layer together stay within a host."""
 USABLE_SHARE = 0.9
@@ -231,7 +231,8 @@ def _working_bytes(llm: Llm, layout: Layout, training: Training, stage: int) -> 
     words = llm.vocabulary / layout.tensor
     matrix = llm.embedding_params / layout.tensor
     trains_all = not training.lora_rank
-    block = size * min(tokens, BLOCK_ROWS) * words + 3 * SUM_BYTES * min(tokens, SOFTMAX_ROWS) * words
+    rows = CPU_SOFTMAX_ROWS if training.host_is_device else GPU_SOFTMAX_ROWS
+    block = size * min(tokens, BLOCK_ROWS) * words + 3 * SUM_BYTES * min(tokens, rows) * words
     head = block + (size * matrix if trains_all and size < MASTER_BYTES else 0.0)
     layer = 3 * size * tokens * llm.mlp / layout.tensor + 4 * size * tokens * llm.hidden
     if trains_all:  # its gradient, before it is added to the sum

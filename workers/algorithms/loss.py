@@ -385,15 +385,20 @@ def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective
     negative_N, positive_N = tokens.advantages_N < 0, tokens.advantages_N > 0
     reference_N = tokens.reference_logprobs_N if objective.kl_coef > 0 else None
     mismatch_N = (logprobs_N - tokens.rollout_logprobs_N).abs()
-    return LossMetrics(
-        loss=loss.item(),
-        tokens=float(logprobs_N.numel()),
-        clipped_low=((ratio_N < 1 - objective.clip_low) & negative_N).sum().item(),
-        clipped_high=((ratio_N > 1 + objective.clip_high) & positive_N).sum().item(),
-        kl=0.0 if reference_N is None else k3_kl_N(logprobs_N, reference_N).sum().item(),
-        kl_tokens=0.0 if reference_N is None else float(logprobs_N.numel()),
-        mismatch=mismatch_N.sum().item(),
-        mismatch_max=mismatch_N.max().item() if mismatch_N.numel() else 0.0,
-        mismatch_k3=k3_kl_N(tokens.rollout_logprobs_N, logprobs_N).sum().item(),
-        mismatch_tv=((torch.exp(logprobs_N - tokens.rollout_logprobs_N) - 1).abs() / 2).sum().item(),
-    )
+    summed = {
+        "clipped_low": (ratio_N < 1 - objective.clip_low) & negative_N,
+        "clipped_high": (ratio_N > 1 + objective.clip_high) & positive_N,
+        "mismatch": mismatch_N,
+        "mismatch_k3": k3_kl_N(tokens.rollout_logprobs_N, logprobs_N),
+        "mismatch_tv": (torch.exp(logprobs_N - tokens.rollout_logprobs_N) - 1).abs() / 2,
+        **({} if reference_N is None else {"kl": k3_kl_N(logprobs_N, reference_N)}),
+    }
+    found = {
+        "loss": loss.to(torch.float64),
+        **{name: each_N.sum(dtype=torch.float64) for name, each_N in summed.items()},
+        **({"mismatch_max": mismatch_N.max().to(torch.float64)} if mismatch_N.numel() else {}),
+    }
+    values: list[float] = torch.stack(list(found.values())).tolist()  # a GPU is waited for once
+    num_tokens = float(logprobs_N.numel())
+    kl_tokens = num_tokens if reference_N is not None else 0.0
+    return LossMetrics(tokens=num_tokens, kl_tokens=kl_tokens, **dict(zip(found, values, strict=True)))

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from workers.trainer.policy.attention import summing_dtype
 
-SOFTMAX_ROWS = 128
-"""Rows of logits handled at once: 25 MB of fp32 at 49152 words, so that its passes stay near the cache."""
+SOFTMAX_ROWS = {"cpu": 128, "cuda": 512}
+"""By kind of device, rows of logits handled at once. On a CPU 25 MB of fp32 at 49152 words, so that its passes stay
+near the cache; a GPU has computed 128 rows before the host has asked for the next ones."""
 BLOCK_ROWS = 2048
 """Rows whose gradient is kept (in the compute dtype) for one matrix product into the weight's gradient."""
 
@@ -88,7 +89,8 @@ def target_logprobs(hidden_ND: Tensor, target_N: Tensor, head: Head) -> Tensor:
     """[N] float32 (or more): log_softmax(head(hidden) / temperature) of the targets."""
     if not len(target_N):
         return torch.zeros(0, dtype=summing_dtype(hidden_ND.dtype), device=hidden_ND.device)
-    pieces = zip(hidden_ND.split(SOFTMAX_ROWS), target_N.split(SOFTMAX_ROWS), strict=True)
+    rows = SOFTMAX_ROWS[hidden_ND.device.type]
+    pieces = zip(hidden_ND.split(rows), target_N.split(rows), strict=True)
     return torch.cat([Softmax(hidden, target, head).logprobs for hidden, target in pieces])
 
 
@@ -121,8 +123,9 @@ def _block_gradient(
 ) -> Tensor:
     """d(loss)/d(head's output) of ``rows``, [rows, V] in the compute dtype."""
     block = torch.empty(rows.stop - rows.start, len(head.weight), dtype=hidden_ND.dtype, device=hidden_ND.device)
-    for start in range(rows.start, rows.stop, SOFTMAX_ROWS):
-        part = slice(start, min(start + SOFTMAX_ROWS, rows.stop))
+    size = SOFTMAX_ROWS[hidden_ND.device.type]
+    for start in range(rows.start, rows.stop, size):
+        part = slice(start, min(start + size, rows.stop))
         softmax = Softmax(hidden_ND[part], target_N[part], head)
         block[part.start - rows.start : part.stop - rows.start] = softmax.backward(
             token_gradient(softmax.logprobs, part)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -30,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transport.contracts.settings import LoraSettings, Settings
 from transport.contracts.types import GroupId, RowId
-from workers.algorithms.loss import LossMetrics, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
+from workers.algorithms.loss import LossMetrics, Objective, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
 from workers.models import choose_device, multiplies_bf16
 from workers.trainer.learner import PromptGroup, TrainingSample
@@ -173,7 +174,7 @@ class PolicyModel:
         else:
             for call in calls:
                 self._stage(None, call).backward()
-        return sum((call.metrics for call in calls), LossMetrics())
+        return sum((call.metrics() for call in calls), LossMetrics())
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """[N] float32 logprobs of the loss tokens under the present weights. All ranks of the data axis call it."""
@@ -224,6 +225,15 @@ class PolicyModel:
         return num_copies(master) * tensor * (2 if self._tied_over_stages and name == EMBEDDING else 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedPart:
+    """Neighbouring loss tokens of one objective: the sum of their losses, and their logprobs."""
+
+    part: slice
+    loss: Tensor
+    logprobs: Tensor
+
+
 class LossCall:
     """One micro-batch, and what its forward pass finds out. objective: None for logprobs alone."""
 
@@ -232,7 +242,7 @@ class LossCall:
         self.objective = objective
         self._spans = spans_of(batch, objective) if objective is not None else []
         self._gradient: Tensor | None = None
-        self.metrics = LossMetrics()
+        self._computed: list[ComputedPart] = []
 
     @property
     def wants_rows(self) -> bool:
@@ -255,17 +265,30 @@ class LossCall:
         for objective, span in self._spans:
             start, stop = max(span.start, part.start), min(span.stop, part.stop)
             if start < stop:
-                logprobs_n = logprobs[start - part.start : stop - part.start]
-                found.append(self._gradient_by(objective, logprobs_n, self.batch.tokens.slice(start, stop)))
+                found.append(self._gradient_by(objective, logprobs[start - part.start : stop - part.start], start))
         return torch.cat(found) if found else torch.zeros_like(logprobs)
 
-    def _gradient_by(self, objective: Objective, logprobs: Tensor, tokens: TokenBatch) -> Tensor:
+    def _gradient_by(self, objective: Objective, logprobs: Tensor, start: int) -> Tensor:
+        """logprobs: of the tokens from ``start`` on."""
+        part = slice(start, start + len(logprobs))
         with torch.enable_grad():
             leaf = logprobs.detach().requires_grad_()
+            tokens = self.batch.tokens.slice(part.start, part.stop)
             loss = loss_sum(leaf, tokens, objective, loss_terms(objective))
             (gradient,) = torch.autograd.grad(loss, leaf)
-        self.metrics += loss_metrics(loss, logprobs, tokens, objective)
+        self._computed.append(ComputedPart(part=part, loss=loss.detach(), logprobs=leaf.detach()))
         return gradient
+
+    def metrics(self) -> LossMetrics:
+        """Of the tokens whose gradient was taken. Read them when the passes are over: a GPU is waited for here."""
+        total = LossMetrics()
+        for objective, span in self._spans:
+            parts = [one for one in self._computed if span.start <= one.part.start < span.stop]
+            if parts:
+                tokens = self.batch.tokens.slice(parts[0].part.start, parts[-1].part.stop)
+                loss = torch.stack([one.loss for one in parts]).sum()
+                total += loss_metrics(loss, torch.cat([one.logprobs for one in parts]), tokens, objective)
+        return total
 
 
 def spans_of(batch: PackedBatch, objective: Objective) -> list[tuple[Objective, slice]]:
