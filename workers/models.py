@@ -122,7 +122,9 @@ def prepare_reward_model(path: str, *, cache_dir: Path, setting: str = "scoring.
         directory = prepare_model(path, cache_dir=cache_dir, setting=setting)
         config = _read_json(directory / "config.json", needed="it says what the model is")
     except ModelError as error:
-        raise error if setting in str(error) else ModelError(f"{setting}: {error}") from error
+        if setting in str(error):
+            raise
+        raise ModelError(f"{setting}: {error}") from error
     labels = config.get("id2label")
     numbers = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
     if numbers != 1:
