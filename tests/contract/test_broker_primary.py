@@ -81,11 +81,11 @@ async def test_a_primary_that_was_demoted_is_left(servers: Servers) -> None:
 
 
 async def test_a_run_lives_on_the_node_of_a_cluster_that_has_its_keys(servers: Servers) -> None:
-    nodes = [servers.start("--cluster-enabled", "yes", "--cluster-node-timeout", "1000") for _ in range(2)]
+    nodes = [servers.start_node() for _ in range(2)]
     for node, slots in zip(nodes, (range(0, 8192), range(8192, 16384)), strict=True):
         with redis.Redis(port=node.port) as client:
             client.execute_command("CLUSTER", "ADDSLOTS", *slots)
-            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
     for node in nodes:
         with redis.Redis(port=node.port) as client:
             until(lambda c=client: b"cluster_state:ok" in c.execute_command("CLUSTER", "INFO"), "the cluster")

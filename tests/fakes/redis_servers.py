@@ -35,6 +35,8 @@ class ServerProcess:
     ) -> None:
         """first: options that have to be the first."""
         self.port = port or free_port()
+        self.bus_port = 0
+        """Of a node of a cluster."""
         self.url = f"redis://127.0.0.1:{self.port}"
         directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(directory)]
@@ -81,6 +83,14 @@ class Servers:
         self.started[-1].wait_listening()
         return self.started[-1]
 
+    def start_node(self) -> ServerProcess:
+        """Of a cluster. Its bus is at a port of PORTS, too: by default it is 10,000 above, where a client may sit."""
+        bus_port = free_port()
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-port", str(bus_port))
+        node = self.start(*options)
+        node.bus_port = bus_port
+        return node
+
     def kill(self) -> None:
         for server in self.started:
             server.kill()
@@ -116,8 +126,7 @@ class Clustered:
     """A cluster of three primaries; that which has the keys of run ``name`` has a replica, which takes its place."""
 
     def __init__(self, servers: Servers, name: str) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
-        nodes = [servers.start(*options) for _ in range(4)]
+        nodes = [servers.start_node() for _ in range(4)]
         self.primary, self.replica = nodes[0], nodes[3]
         self.url = f"redis+cluster://{','.join(f'127.0.0.1:{node.port}' for node in nodes)}"
         clients = [redis.Redis(port=node.port) for node in nodes]
@@ -128,7 +137,7 @@ class Clustered:
         for client, slots in zip(clients, thirds, strict=False):
             client.execute_command("CLUSTER", "ADDSLOTS", *slots)
         for client in clients[1:]:
-            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
         for client in clients:
             until(lambda c=client: b"cluster_known_nodes:4" in c.execute_command("CLUSTER", "INFO"), "its other nodes")
         clients[3].execute_command("CLUSTER", "REPLICATE", clients[0].execute_command("CLUSTER", "MYID"))
