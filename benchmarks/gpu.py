@@ -28,7 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,76 +37,57 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.trainer import padded_loop
+from benchmarks.engine import GROUP_SIZE, Workload, make_decoder, requests_of
+from benchmarks.trainer import Contestant, padded_loop, take_turns
 from orchestrator.sim.llms import LLMS
 from transport.contracts.llms import Llm
 from transport.contracts.settings import LoraSettings, TrainerSettings
 from transport.contracts.training_memory import Layout, Training, rank_memory
-from transport.contracts.types import GroupId, RowId, SamplingParams
-from transport.process.clock import MonotonicClock
+from transport.contracts.types import GroupId, RowId
 from workers.algorithms.loss import Objective
 from workers.generation.embedded.forward import FusedForward, LoadedModel
-from workers.generation.embedded.slots import SlotDecoder
-from workers.generation.engine import BASE_WEIGHTS, GenerationRequest
 from workers.models import random_model
 from workers.trainer.policy import head
 from workers.trainer.policy.loading import materialise
 from workers.trainer.policy.model import PolicyModel, empty_policy
 from workers.trainer.policy.packing import PromptGroup, TrainingSample
 from workers.trainer.policy.policy_learner import TrainStep, num_inputs
-from workers.trainer.policy.recompute import Recompute, recompute_activations
+from workers.trainer.policy.recompute import recompute_activations
 
 GPU = torch.device("cuda")
 GIGA, TERA = 1e9, 1e12
-PROMPT_TOKENS, RESPONSE_TOKENS, GROUP_SIZE = 256, (512, 1536), 8
+PROMPT_TOKENS, RESPONSE_TOKENS = 256, (512, 1536)
 OBJECTIVE = Objective(clip_high=0.28)
-WARM_UP, ROUNDS = 2, 4
-"""Micro-batches before time is taken, and mini-batches that count."""
+WARM_UP, ROUNDS, MICRO_BATCHES = 2, 4, 4
+"""Micro-batches before time is taken, mini-batches that count, and micro-batches of each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """micro_batches: of a mini-batch, each of at most ``tokens`` packed tokens."""
+    """A model, and how it is trained: settings of ``[trainer]`` over those of all cases."""
 
-    model: str
-    tokens: int = 16384
-    recompute: Recompute = "none"
-    offloaded: bool = False
-    lora_rank: int = 0
-    micro_batches: int = 4
-
-    @property
-    def llm(self) -> Llm:
-        return LLMS[self.model]
-
-    @property
-    def settings(self) -> TrainerSettings:
-        return TrainerSettings(
-            dtype="bfloat16",
-            micro_batch_tokens=self.tokens,
-            recompute=self.recompute,
-            offload="optimizer" if self.offloaded else "none",
-            lora=LoraSettings(rank=self.lora_rank),
-        )
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.llm = LLMS[model]
+        self.settings = TrainerSettings(**{"dtype": "bfloat16", "micro_batch_tokens": 16384} | settings)
 
     @property
     def training(self) -> Training:
+        settings = self.settings
         return Training(
-            tokens=self.tokens,
+            tokens=settings.micro_batch_tokens,
             longest_tokens=PROMPT_TOKENS + RESPONSE_TOKENS[1],
-            recompute=self.recompute,
-            offload="optimizer" if self.offloaded else "none",
-            lora_rank=self.lora_rank,
+            recompute=settings.recompute,
+            offload=settings.offload,
+            lora_rank=settings.lora.rank,
         )
 
 
 CASES = {
-    "0.5B": Case(model="Qwen2.5-0.5B"),
-    "1.5B": Case(model="Qwen2.5-1.5B", tokens=8192),
-    "1.5B-selective": Case(model="Qwen2.5-1.5B", recompute="selective"),
-    "1.5B-whole": Case(model="Qwen2.5-1.5B", recompute="whole"),
-    "3B-offloaded": Case(model="Qwen2.5-3B", recompute="whole", offloaded=True),
-    "7B-adapters": Case(model="Qwen2.5-7B", recompute="whole", lora_rank=16, tokens=8192),
+    "0.5B": Case("Qwen2.5-0.5B"),
+    "1.5B": Case("Qwen2.5-1.5B", micro_batch_tokens=8192),
+    "1.5B-selective": Case("Qwen2.5-1.5B", recompute="selective"),
+    "1.5B-whole": Case("Qwen2.5-1.5B", recompute="whole"),
+    "3B-offloaded": Case("Qwen2.5-3B", recompute="whole", offload="optimizer"),
+    "7B-adapters": Case("Qwen2.5-7B", recompute="whole", lora=LoraSettings(rank=16), micro_batch_tokens=8192),
 }
 
 
@@ -176,7 +157,7 @@ def step_of(case: Case) -> TrainStep:
         random_model("qwen3-tiny")(Path(directory))  # a directory has a tokenizer and weights; neither is read here
         config_of(case.llm).save_pretrained(directory)
         module = empty_policy(Path(directory))
-    recompute_activations(module, case.recompute)
+    recompute_activations(module, case.settings.recompute)
 
     def fill(empty: Any) -> None:
         materialise(empty, GPU)
@@ -193,7 +174,7 @@ def trained(case: Case, ceilings: Mapping[str, float]) -> dict[str, float]:
     torch.cuda.synchronize()
     made_s = time.perf_counter() - started_s
     torch.cuda.reset_peak_memory_stats()
-    micro_batch = groups_of(case.llm, case.tokens, seed=0)
+    micro_batch = groups_of(case.llm, case.settings.micro_batch_tokens, seed=0)
     for _ in range(WARM_UP):
         step.accumulate(micro_batch)
     close(step, micro_batch, WARM_UP)
@@ -202,18 +183,18 @@ def trained(case: Case, ceilings: Mapping[str, float]) -> dict[str, float]:
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         began_s = time.perf_counter()
-        for _ in range(case.micro_batches):
+        for _ in range(MICRO_BATCHES):
             step.accumulate(micro_batch)
         torch.cuda.synchronize()
         computed_s = time.perf_counter()
-        close(step, micro_batch, case.micro_batches)
+        close(step, micro_batch, MICRO_BATCHES)
         torch.cuda.synchronize()
-        passes_s.append((computed_s - began_s) / case.micro_batches)
+        passes_s.append((computed_s - began_s) / MICRO_BATCHES)
         steps_s.append(time.perf_counter() - computed_s)
     pass_s, step_s = statistics.median(passes_s), statistics.median(steps_s)
     measured = torch.cuda.max_memory_allocated()
     packed = num_inputs(micro_batch)
-    counted = operations(case.llm, micro_batch, frozen=case.lora_rank > 0)
+    counted = operations(case.llm, micro_batch, frozen=case.settings.lora.rank > 0)
     predicted = rank_memory(case.llm, Layout(), case.training)
     return {
         "packed_tokens": packed,
@@ -239,21 +220,19 @@ def close(step: TrainStep, groups: Sequence[PromptGroup], times: int) -> None:
 def over_padded(name: str, turns: int = 3) -> dict[str, float]:
     """Ours over a padded loop of the same model, weights in bf16 on both sides, a group a micro-batch for the loop."""
     case = CASES[name]
-    step, groups = step_of(case), groups_of(case.llm, case.tokens, seed=1)
+    step, groups = step_of(case), groups_of(case.llm, case.settings.micro_batch_tokens, seed=1)
     with GPU:
         padded: Any = AutoModelForCausalLM.from_config(config_of(case.llm), dtype=torch.bfloat16).eval()
-    ours: Callable[[], object] = lambda: step.accumulate(groups)  # noqa: E731
-    theirs: Callable[[], object] = lambda: padded_loop(padded, groups)  # noqa: E731
-    taken: dict[str, list[float]] = {"packed": [], "padded": []}
-    for turn in range(turns + 1):
-        for label, run in (("packed", ours), ("padded", theirs)):
+
+    def waited(train: Callable[[Sequence[PromptGroup]], object]) -> Contestant:
+        def turn(some: Sequence[PromptGroup]) -> None:
+            train(some)
             torch.cuda.synchronize()
-            began_s = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            if turn:
-                taken[label].append(time.perf_counter() - began_s)
-    ratios = [slow / fast for fast, slow in zip(taken["packed"], taken["padded"], strict=True)]
+
+        return Contestant(turn, groups)
+
+    speeds = take_turns({"packed": waited(step.accumulate), "padded": waited(partial(padded_loop, padded))}, turns)
+    ratios = [fast / slow for fast, slow in zip(speeds["packed"], speeds["padded"], strict=True)]
     return {"over_padded": round(statistics.median(ratios), 3)}
 
 
@@ -271,16 +250,9 @@ def decoded(name: str, slots: int, ceilings: Mapping[str, float], tokens: int = 
         max_context=2048,
         vocab_size=llm.vocabulary,
     )
-    decoder = SlotDecoder(loaded, slots=slots, weights=BASE_WEIGHTS, clock=MonotonicClock())
-    random = np.random.default_rng(0)
-    for number in range(slots // GROUP_SIZE):
-        request = GenerationRequest(
-            group_id=GroupId(f"0/{number}"),
-            prompt_ids=random.integers(0, llm.vocabulary, PROMPT_TOKENS).astype(np.int32),
-            samples=range(GROUP_SIZE),
-            sampling=SamplingParams(max_new_tokens=tokens, temperature=1.0, ignore_eos=True, seed=number),
-            limits=[tokens] * GROUP_SIZE,
-        )
+    decoder, random = make_decoder(loaded, slots=slots), np.random.default_rng(0)
+    prompts = random.integers(0, llm.vocabulary, (slots // GROUP_SIZE, PROMPT_TOKENS)).astype(np.int32)
+    for request in requests_of(Workload(list(prompts), [tokens] * slots)):
         decoder.submit(request)
     steps_s: list[float] = []
     while decoder.has_work:

@@ -91,8 +91,6 @@ class Case:
 DRAFTS = ASSUMED.draft_acceptance
 PULLED_SLOTS = 150
 """Of an instance whose groups are pulled: of 150 and 250, that which ends sooner on seeds 0, 1 and 2 of --quick."""
-PARTIAL_S = 10.0
-"""Between two reports of how far a probe is."""
 CASES = {
     "even": Case(title="even dispatch, no aid", dispatch="even", paper="1.00 (veRL)"),
     "seer_known": Case(title="scored, each group's mean known", recall=None, paper="1.43 (StreamRL, known lengths)"),
@@ -159,7 +157,7 @@ def simulated(case: Case, seed: int, groups: int) -> SimulationLog:
         layout = replace(layout, generation_gpus=max(8, round(16 * groups / SEER_BATCH) * 8))
     workload, pipeline = case.workload(seed, groups), msgspec.structs.replace(PIPELINES["serial"], probes=case.probes)
     run = scenario(workload, layout, pipeline, iterations=BATCHES, dispatch=case.dispatch, record=True)
-    return simulate(replace(run, costs=replace(run.costs, partial_s=PARTIAL_S)) if case.probes else run)
+    return simulate(run)
 
 
 def measured(log: SimulationLog) -> Rollout:

@@ -114,12 +114,10 @@ def padded_loop(model: Any, groups: Sequence[PromptGroup], *, autocast: bool = F
             )
         logits = out.logits[:, :-1].float()
         # TRL's form. The CPU's log_softmax is the noisiest step of all: 3e-5 of the gradient, against fp64
-        chosen = ids[:, -width:, None]
-        logprobs = logits.gather(2, chosen)[..., 0] - logits.logsumexp(-1)
+        logprobs = logits.gather(2, ids[:, -width:, None])[..., 0] - logits.logsumexp(-1)
+        chosen = logprobs[padded.loss_mask.bool().to(model.device)]
         tokens = pack([group], OBJECTIVE.aggregation, model.device).tokens
-        loss_sum(
-            logprobs[padded.loss_mask.bool().to(model.device)], tokens, OBJECTIVE, loss_terms(OBJECTIVE)
-        ).backward()
+        loss_sum(chosen, tokens, OBJECTIVE, loss_terms(OBJECTIVE)).backward()
 
 
 def packed_loop(policy: PolicyModel, rounds: Sequence[Sequence[PromptGroup]]) -> None:

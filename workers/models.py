@@ -105,9 +105,10 @@ def prepare_model(
     elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
         directory = _from_hub(path, trust_remote_code, say, setting)
     else:
-        of_run = " (a run leaves this one when it ends)" if Path(path).name == "model" and "://" not in path else ""
-        kinds = f"neither a directory{of_run}, a hub name, package:<name> nor random:<name>"
-        raise ModelError(f"{setting} {path!r} is {kinds}")
+        raise ModelError(
+            f"{setting} {path!r} is neither a directory, a hub name, package:<name> nor random:<name> (a run leaves "
+            "its directory model/ when it ends)"
+        )
     check_model_dir(directory)
     return directory
 

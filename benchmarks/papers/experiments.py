@@ -45,9 +45,6 @@ FULL_MEDIAN = 4_500.0
 QUESTION_TOKENS = 500
 PAPER_RECALL = 0.87
 """Of StreamRL's 7B ranker for the longest 20% (Table 4)."""
-PARTIAL_S = 5.0
-"""Between two times that tokens of running samples are kept, where groups are deferred: a run's default is 1 s, which
-loses less and simulates more events."""
 MAX_RUNNING = 1024
 """Slots of an instance where generation is measured alone: memory is the limit."""
 
@@ -155,7 +152,7 @@ class Pipelined(Experiment):
         if self.deferred:
             spare = round(self.batch * self.deferred)
             pipeline = msgspec.structs.replace(pipeline, oversampled_groups=spare, oversampled_tail="defer")
-        prepared = scenario(
+        return scenario(
             self.workload(seed, iterations),
             self.laid_out(assumed),
             pipeline,
@@ -164,7 +161,6 @@ class Pipelined(Experiment):
             dispatch=self.dispatch,
             record=record,
         )
-        return replace(prepared, costs=replace(prepared.costs, partial_s=PARTIAL_S)) if self.deferred else prepared
 
     def laid_out(self, assumed: Assumptions) -> Layout:
         """Its layout: where drafts come true more or less often than is assumed, so do those of its engines."""

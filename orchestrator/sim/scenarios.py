@@ -41,6 +41,9 @@ HEARTBEAT_S = 60.0
 SCORING_S = 0.05
 """Of a group on a machine that was profiled, which says nothing of rewards: those of the quickstarts."""
 NO_TIMEOUT_S = 1e9
+PARTIAL_S = 5.0
+"""Between two times that tokens of running samples are kept, of pipelines that defer tails or have probes. A run's
+default is 1 s, which loses less and simulates more events."""
 MINI_BATCHES = 4
 """Of a batch, where the trainer waits for mini-batches: StreamRL sec. 4.1 leaves the constant to the user."""
 
@@ -152,6 +155,8 @@ def scenario(
     """One run of ``pipeline``. dispatch: as the setting. Raises DoesNotFitError when the LLM does not fit."""
     decode = layout.decode_cost(workload.llm, assumed)
     costs = _costs(workload, layout, assumed)
+    if pipeline.defers or pipeline.probes:
+        costs = replace(costs, partial_s=PARTIAL_S)
     core = msgspec.structs.replace(
         pipeline,
         num_batches=iterations,

@@ -74,8 +74,8 @@ def test_a_run_is_found_by_its_name_also_beside_a_directory_that_is_called_alike
         ),
         (
             ["--preset", "distill"],
-            "algorithm.teacher 'runs/smollm2/model' is neither a directory (a run leaves this one when it ends), a hub "
-            "name, package:<name> nor random:<name>",
+            "algorithm.teacher 'runs/smollm2/model' is neither a directory, a hub name, package:<name> nor "
+            "random:<name> (a run leaves its directory model/ when it ends)",
         ),
         (
             ["--preset", "smollm2-hard", "--set", "data.task=chain_sun"],

@@ -25,7 +25,8 @@ MASTER_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4, 4, 8
 SUM_BYTES = 4
 """Of norms, of softmax, and of gradients while they are reduced: all in fp32."""
 BLOCK_ROWS, CPU_SOFTMAX_ROWS, GPU_SOFTMAX_ROWS = 2048, 128, 512
-"""Rows of logits whose gradient is held at once, and of those in fp32 (``workers/trainer/policy/head.py``)."""
+"""Rows of logits whose gradient is held at once, in the compute dtype, for one matrix product into the weight's
+gradient, and of those in fp32 (``workers/trainer/policy/head.py``)."""
 MOST_TENSOR = 8
 """Ranks that compute a layer together stay within a host."""
 USABLE_SHARE = 0.9

@@ -23,13 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from transport.contracts.training_memory import BLOCK_ROWS, CPU_SOFTMAX_ROWS, GPU_SOFTMAX_ROWS
 from workers.trainer.policy.attention import summing_dtype
 
-SOFTMAX_ROWS = {"cpu": 128, "cuda": 512}
+SOFTMAX_ROWS = {"cpu": CPU_SOFTMAX_ROWS, "cuda": GPU_SOFTMAX_ROWS}
 """By kind of device, rows of logits handled at once. On a CPU 25 MB of fp32 at 49152 words, so that its passes stay
-near the cache; a GPU has computed 128 rows before the host has asked for the next ones."""
-BLOCK_ROWS = 2048
-"""Rows whose gradient is kept (in the compute dtype) for one matrix product into the weight's gradient."""
+near the cache; a GPU has computed as few before the host has asked for the next ones."""
 
 TokenGradient = Callable[[Tensor, slice], Tensor]
 """(logprobs_n, which tokens) -> d(loss)/d(logprobs_n): what an additive objective can say piece by piece."""

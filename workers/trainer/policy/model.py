@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -31,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transport.contracts.settings import LoraSettings, Settings
 from transport.contracts.types import GroupId, RowId
-from workers.algorithms.loss import LossMetrics, Objective, loss_metrics, loss_sum, loss_terms
+from workers.algorithms.loss import LossMetrics, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
 from workers.models import choose_device, multiplies_bf16
 from workers.trainer.learner import PromptGroup, TrainingSample
@@ -225,15 +224,6 @@ class PolicyModel:
         return num_copies(master) * tensor * (2 if self._tied_over_stages and name == EMBEDDING else 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputedPart:
-    """Neighbouring loss tokens of one objective: the sum of their losses, and their logprobs."""
-
-    part: slice
-    loss: Tensor
-    logprobs: Tensor
-
-
 class LossCall:
     """One micro-batch, and what its forward pass finds out. objective: None for logprobs alone."""
 
@@ -242,7 +232,8 @@ class LossCall:
         self.objective = objective
         self._spans = spans_of(batch, objective) if objective is not None else []
         self._gradient: Tensor | None = None
-        self._computed: list[ComputedPart] = []
+        self._computed: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self._spans]
+        """Of each span, piece by piece as its tokens come: the sum of their losses, and their logprobs."""
 
     @property
     def wants_rows(self) -> bool:
@@ -262,33 +253,34 @@ class LossCall:
     def _gradient_of(self, logprobs: Tensor, part: slice) -> Tensor:
         """logprobs: of the tokens of ``part``."""
         found: list[Tensor] = []
-        for objective, span in self._spans:
+        for (objective, span), (losses, seen) in zip(self._spans, self._computed, strict=True):
             start, stop = max(span.start, part.start), min(span.stop, part.stop)
             if start < stop:
-                found.append(self._gradient_by(objective, logprobs[start - part.start : stop - part.start], start))
+                logprobs_n = logprobs[start - part.start : stop - part.start].detach()
+                loss, gradient = loss_gradient(logprobs_n, self.batch.tokens.slice(start, stop), objective)
+                losses.append(loss)
+                seen.append(logprobs_n)
+                found.append(gradient)
         return torch.cat(found) if found else torch.zeros_like(logprobs)
 
-    def _gradient_by(self, objective: Objective, logprobs: Tensor, start: int) -> Tensor:
-        """logprobs: of the tokens from ``start`` on."""
-        part = slice(start, start + len(logprobs))
-        with torch.enable_grad():
-            leaf = logprobs.detach().requires_grad_()
-            tokens = self.batch.tokens.slice(part.start, part.stop)
-            loss = loss_sum(leaf, tokens, objective, loss_terms(objective))
-            (gradient,) = torch.autograd.grad(loss, leaf)
-        self._computed.append(ComputedPart(part=part, loss=loss.detach(), logprobs=leaf.detach()))
-        return gradient
-
     def metrics(self) -> LossMetrics:
-        """Of the tokens whose gradient was taken. Read them when the passes are over: a GPU is waited for here."""
+        """Read when the passes are over, as a GPU is waited for here; nothing where this rank has no head."""
         total = LossMetrics()
-        for objective, span in self._spans:
-            parts = [one for one in self._computed if span.start <= one.part.start < span.stop]
-            if parts:
-                tokens = self.batch.tokens.slice(parts[0].part.start, parts[-1].part.stop)
-                loss = torch.stack([one.loss for one in parts]).sum()
-                total += loss_metrics(loss, torch.cat([one.logprobs for one in parts]), tokens, objective)
+        for (objective, span), (losses, seen) in zip(self._spans, self._computed, strict=True):
+            if losses:
+                loss = torch.stack(losses).sum(dtype=torch.float64)
+                tokens = self.batch.tokens.slice(span.start, span.stop)
+                total += loss_metrics(loss, torch.cat(seen), tokens, objective)
         return total
+
+
+def loss_gradient(logprobs: Tensor, tokens: TokenBatch, objective: Objective) -> tuple[Tensor, Tensor]:
+    """(loss sum, its gradient by the logprobs)."""
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        loss = loss_sum(leaf, tokens, objective, loss_terms(objective))
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient
 
 
 def spans_of(batch: PackedBatch, objective: Objective) -> list[tuple[Objective, slice]]:
