@@ -63,12 +63,13 @@ def _advance(p: Pipeline, batch: Batch, phases: Sequence[Phase]) -> bool:
     A round is due when the trainer has little to do, and enough is there for every rank, or nothing more will come.
     """
     phase, settings, training = phases[batch.phase], p.settings, p.training
-    settled = batch.whole() if phase.mini_batch is None else not batch.unsettled[phase.mini_batch]
+    whole = batch.whole()
+    settled = whole if phase.mini_batch is None else not batch.unsettled[phase.mini_batch]
     if not batch.queue:
         if settled:
             _close(p, batch, phases)
         return settled
-    if batch.whole() or (settled and settings.release != "batch"):
+    if whole or (settled and settings.release != "batch"):
         batch.released = len(batch.queue)
     else:
         batch.released = num_released(settings.release, len(batch.queue), batch.released, settings.mini_batch_groups)

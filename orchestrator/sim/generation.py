@@ -155,9 +155,9 @@ class SimulatedRows:
         return [row_id(group_id, sample) for sample in range(size)]
 
     def _score(self, group_id: GroupId) -> None:
-        rows = self._rows_of(group_id)
-        if all(map(self.has, rows)):
-            lengths = tuple(map(self.num_tokens, rows))
+        rows = [self._rows.get(row) for row in self._rows_of(group_id)]
+        lengths = tuple(row[1] for row in rows if row is not None)
+        if len(lengths) == len(rows):
             rewards = tuple(float(length % 2) for length in lengths)
             signal = len(set(rewards)) > 1
             event = GroupScored(group_id=group_id, rewards=rewards, response_tokens=lengths, signal=signal)
@@ -167,7 +167,7 @@ class SimulatedRows:
 def _ages(spans: Iterable[tuple[WeightIdentity, int]]) -> tuple[WeightIdentity, WeightIdentity]:
     """Oldest and newest."""
     weights = [one for one, _ in spans]
-    return min(weights), max(weights)
+    return (weights[0], weights[0]) if len(weights) == 1 else (min(weights), max(weights))
 
 
 class SimulatedWorker:
@@ -186,8 +186,8 @@ class SimulatedWorker:
         self._arrived: WeightIdentity | None = None
         self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
-        # By the identity of a sample that waits or runs: tokens that it went on from, and what is known of its weights
-        # and tokens.
+        # By the identity of a sample that waits or runs, where there is any: tokens that it went on from, and what is
+        # known of its weights and tokens.
         self._resumed: dict[int, int] = {}
         self._reported: dict[int, tuple[WeightIdentity, WeightIdentity]] = {}
         self._told: dict[int, int] = {}
@@ -276,9 +276,12 @@ class SimulatedWorker:
 
     def _count(self, sample: Sample[GroupPlan], generated: int) -> None:
         """It holds no slot any more. generated: what it has got, with what it went on from."""
-        self._reported.pop(id(sample), None)
-        self._told.pop(id(sample), None)
-        self._simulation.log.sampled_tokens += generated - self._resumed.pop(id(sample), 0)
+        if self._reported:
+            self._reported.pop(id(sample), None)
+            self._told.pop(id(sample), None)
+        if self._resumed:
+            generated -= self._resumed.pop(id(sample), 0)
+        self._simulation.log.sampled_tokens += generated
 
     # -- what reaches it
 
@@ -300,12 +303,10 @@ class SimulatedWorker:
                     f"{plan.group_id}/{sample} needs {prompt_tokens + length} tokens of KV cache, the instance has "
                     f"{self._cost.kv_capacity_tokens:.0f}"
                 )
-            spans = self._begun(plan, sample)
-            generated = sum(tokens for _, tokens in spans)
-            waiting = Sample(plan, sample, prompt_tokens, length, generated=generated, spans=[*spans])
-            self._resumed[id(waiting)] = generated
-            if spans:
-                self._reported[id(waiting)] = _ages(spans)
+            waiting = Sample(plan, sample, prompt_tokens, length)
+            if plan.partial and (spans := self._begun(plan, sample)):
+                waiting.generated, waiting.spans = sum(tokens for _, tokens in spans), [*spans]
+                self._resumed[id(waiting)], self._reported[id(waiting)] = waiting.generated, _ages(spans)
             self._batching.submit(waiting)
         self._want_boundary()
 

@@ -71,11 +71,12 @@ class TrainLane(GroupLane):
         """
         p = self._p
         short = [batch for batch in self._open_batches() if batch.pending_refills and not p.frozen(batch.index)]
-        admitted = self._refill_pending(short)
-        while self._batch_may_open(self._num_new()):
-            admitted += self._open_batch(p.prompts.take(self._num_new()))
+        admitted, num_new = self._refill_pending(short), self._num_new()
+        while self._batch_may_open(num_new):
+            admitted += self._open_batch(p.prompts.take(num_new))
+            num_new = self._num_new()
         announce(p, admitted)
-        self._request_prompts(short, self._num_new())
+        self._request_prompts(short, num_new)
 
     def _open_batches(self) -> list[Batch]:
         """Those that are not closed, in order."""

@@ -228,8 +228,10 @@ Source: ours, docs/dispatch.md: with a recall of .87 they explain more, and prob
 def may_probe(p: Pipeline, group: Group) -> bool:
     """Whether one of its samples may start alone: it was never tried, so whatever befalls a probe, the next attempt is
     at the whole group."""
+    if not p.settings.probes:
+        return False
     fresh = not group.attempt and group.num_missing == len(group.tokens) > 1
-    return p.settings.probes and fresh and group.lane is TRAIN and not group.sent
+    return fresh and group.lane is TRAIN and not group.sent
 
 
 def probe(p: Pipeline, group: Group, worker: Worker) -> None:
