@@ -309,6 +309,8 @@ def predicted(
         load_s=load_s,
         decode_beside=profile.decode_beside if profile is not None else 1.0,
         train_beside=profile.train_beside if profile is not None else 1.0,
+        decode_share=profile.decode_share if profile is not None else 0.0,
+        train_share=profile.train_share if profile is not None else 0.0,
     )
     pipeline = settings.pipeline
     forced = ForcedLengths(

@@ -132,6 +132,11 @@ def report(profile: Profile) -> str:
             f"at once: decode steps take {profile.decode_beside:.2f} times as long, micro-batches "
             f"{profile.train_beside:.2f} times",
         ]
+    if profile.decode_share or profile.train_share:
+        parts.append(
+            f"  a worker computes on {profile.decode_share:.0%} of the cores, a rank on {profile.train_share:.0%}: "
+            "more of them than fit take turns"
+        )
     padded = [("decode steps", cost.padded), ("micro-batches", train is not None and train.padded)]
     if names := [name for name, is_padded in padded if is_padded]:
         padded_names = " and of ".join(names)

@@ -18,7 +18,7 @@ from orchestrator.config.load import Resolved
 from orchestrator.config.run_directory import RunDir
 from transport.contracts.settings import SERVER_ENGINES
 from transport.process.files import writing
-from transport.process.programs import versions
+from transport.process.programs import usable_cores, versions
 
 PACKAGES = ("streamrl", "torch", "transformers")
 
@@ -86,9 +86,11 @@ def read_starts(rundir: RunDir) -> list[Start]:
 
 def machine() -> str:
     """Host, processor, cores that this process may use, memory and NVIDIA GPUs of this machine, as one line."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parts = [platform.node(), f"{cores} cores {_named(Path('/proc/cpuinfo'), 'model name') or platform.machine()}"]
+    parts = [
+        platform.node(),
+        f"{usable_cores()} cores {_named(Path('/proc/cpuinfo'), 'model name') or platform.machine()}",
+    ]
     parts.append(f"{memory_bytes / 2**30:.0f} GiB memory")
     gpus = [_named(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     return ", ".join(

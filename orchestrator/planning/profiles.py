@@ -64,6 +64,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     publish_s, load_s: of a version, 0 where not measured.
     slots, context_tokens, micro_batch_tokens: the largest batch, sample and micro-batch that were measured.
     decode_beside, train_beside: seconds of either while both work, over alone; 1 where not measured.
+    decode_share, train_share: of the host's cores, what one worker, and one rank, keep busy; 0: they compute elsewhere.
     held_out, train_held_out: relative errors on decode runs and micro-batches that the fit had not seen.
     fp8: what the engine held in it.  variants: the engine once more, with other things in fp8.
     """
@@ -83,6 +84,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     train_beside: float
     held_out: Errors
     train_held_out: Errors
+    decode_share: float = 0.0
+    train_share: float = 0.0
     fp8: Fp8 = BF16
     variants: tuple[Variant, ...] = ()
 
@@ -225,6 +228,8 @@ def fit(measurements: Measurements) -> Profile:
         micro_batch_tokens=max((run.tokens for run in found.train), default=0),
         decode_beside=_slowdown(found.beside_training),
         train_beside=_slowdown(found.beside_decoding),
+        decode_share=found.decode_share,
+        train_share=found.train_share,
         held_out=_errors(held_out_errors(found.decode)),
         train_held_out=_errors(held_out_train_errors(found.train)),
     )

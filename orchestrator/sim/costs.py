@@ -72,7 +72,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     decode: of one generation worker.  train: of one rank, as it was set; None: no trainer was measured.
     publish_s: a version leaves the trainer.  load_s: it is fetched and put into an engine.
     slots, micro_batch_tokens: the largest batch and micro-batch that were measured.
-    decode_beside, train_beside: seconds of either while both work on one machine, over alone.
+    decode_beside, train_beside: seconds of either while both work on one machine, over alone.  decode_share,
+    train_share: of its cores, what one worker, and one rank, keep busy; 0: they compute elsewhere.
     """
 
     decode: DecodeCost
@@ -83,6 +84,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: int
     decode_beside: float = 1.0
     train_beside: float = 1.0
+    decode_share: float = 0.0
+    train_share: float = 0.0
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):

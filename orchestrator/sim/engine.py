@@ -46,7 +46,7 @@ class CostModel:
     drafts: of the engines; None: they draft nothing.
     noise: spread by which a worker is slower than its cost, all its life, and each part of a round than the rank's.
     decode_beside, train_beside: decode steps and the trainer's work take so many times as long while both go on, where
-    they share a machine.
+    they share a machine.  decode_share, train_share: of its cores, what one engine and the trainer keep busy; 0: none.
     """
 
     decode: DecodeCost = SMALL_DECODE
@@ -66,6 +66,13 @@ class CostModel:
     noise: float = 0.0
     decode_beside: float = 1.0
     train_beside: float = 1.0
+    decode_share: float = 0.0
+    train_share: float = 0.0
+
+    @property
+    def shared(self) -> bool:
+        """Whether anything of it is slower for what else works on the machine."""
+        return (self.decode_beside, self.train_beside) != (1.0, 1.0) or bool(self.decode_share or self.train_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,31 +197,51 @@ class SimulationStalledError(Exception):
 
 @dataclass(slots=True)
 class SharedMachine:
-    """A machine that engines and trainer share: which of them work now, which decides how fast the others are.
+    """A machine that engines and trainer share: which of them work now, which decides how fast each is.
 
-    decoding: workers with running samples.  engines: called when the trainer begins or stops to work.  trainers: called
-    when the first engine begins to decode, or the last one stops.
+    One of each at once was measured (``decode_beside``, ``train_beside``). More of them than there are cores for take
+    turns, each as much as any other.
+
+    decoding: workers with running samples.  engines, trainers: called with how many times as long their work takes from
+    now on, when that changes.
     """
 
+    costs: CostModel
     decoding: set[WorkerId] = field(default_factory=set[WorkerId])
     training: bool = False
-    engines: list[Callable[[bool], None]] = field(default_factory=list[Callable[[bool], None]])
-    trainers: list[Callable[[bool], None]] = field(default_factory=list[Callable[[bool], None]])
+    engines: list[Callable[[float], None]] = field(default_factory=list[Callable[[float], None]])
+    trainers: list[Callable[[float], None]] = field(default_factory=list[Callable[[float], None]])
 
     def note_decoding(self, worker_id: WorkerId, decodes: bool) -> None:
         """A worker has samples that run, or has none."""
-        before = bool(self.decoding)
-        (self.decoding.add if decodes else self.decoding.discard)(worker_id)
-        if before != bool(self.decoding):
-            for changed in self.trainers:
-                changed(not before)
+        if decodes != (worker_id in self.decoding):
+            before = self._slowdowns()
+            (self.decoding.add if decodes else self.decoding.discard)(worker_id)
+            self._tell(before)
 
     def note_training(self, trains: bool) -> None:
         """The trainer begins to work, or ends."""
         if trains != self.training:
+            before = self._slowdowns()
             self.training = trains
-            for changed in self.engines:
-                changed(trains)
+            self._tell(before)
+
+    def _tell(self, before: tuple[float, float]) -> None:
+        for was, slowdown, concerned in zip(before, self._slowdowns(), (self.engines, self.trainers), strict=True):
+            if slowdown != was:
+                for changed in concerned:
+                    changed(slowdown)
+
+    def _slowdowns(self) -> tuple[float, float]:
+        """Seconds of an engine's and of the trainer's work now, over those alone."""
+        costs, engines, trains = self.costs, len(self.decoding), self.training
+        decode = self._turns(max(1, engines), trains) / self._turns(1, trains)
+        train = self._turns(engines, True) / self._turns(min(1, engines), True)
+        return decode * (costs.decode_beside if trains else 1.0), train * (costs.train_beside if engines else 1.0)
+
+    def _turns(self, engines: int, trains: bool) -> float:
+        """Seconds of work of so many at once, over those with cores for all."""
+        return max(1.0, engines * self.costs.decode_share + trains * self.costs.train_share)
 
 
 class Simulation:
@@ -230,8 +257,7 @@ class Simulation:
         self.chance = random.Random(scenario.faults.seed)
         self.log = SimulationLog(initial=self.state.snapshot() if scenario.record else b"")
         self.finished = False
-        shared = (scenario.costs.decode_beside, scenario.costs.train_beside) != (1.0, 1.0)
-        self.machine = SharedMachine() if shared else None
+        self.machine = SharedMachine(scenario.costs) if scenario.costs.shared else None
         self._heap: list[tuple[float, int, Action]] = []
         self._num_scheduled = 0
         self._actors: dict[type[Command], Execute] = {}

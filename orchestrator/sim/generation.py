@@ -197,7 +197,7 @@ class SimulatedWorker:
         self._due_s = float("inf")
         self._joined_s = self._asked_s = simulation.now_s
         if simulation.machine is not None:
-            simulation.machine.engines.append(self._training_changed)
+            simulation.machine.engines.append(self._company_changed)
         simulation.workers[worker_id] = self._execute
         simulation.report(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=scenario.capacity))
         self._report()
@@ -325,10 +325,9 @@ class SimulatedWorker:
         self._arrived = weights
         self._want_boundary()
 
-    def _training_changed(self, trains: bool) -> None:
-        """From the next boundary on, a step takes longer, or no longer."""
-        scenario = self._simulation.scenario
-        self._cost = scenario.decode_cost(self._index).scaled(scenario.costs.decode_beside if trains else 1.0)
+    def _company_changed(self, slowdown: float) -> None:
+        """From the next boundary on, a step takes so many times as long as alone."""
+        self._cost = self._simulation.scenario.decode_cost(self._index).scaled(slowdown)
         if self._alive:
             self._want_boundary()
 

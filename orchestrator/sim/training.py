@@ -104,7 +104,7 @@ class SimulatedTrainer:
         self._slowdown = 1.0
         self._noise = random.Random(f"noise/{simulation.scenario.faults.seed}/trainer")
         if simulation.machine is not None:
-            simulation.machine.trainers.append(self._decoding_changed)
+            simulation.machine.trainers.append(self._company_changed)
         simulation.attach(self._execute, TrainRound, CloseMiniBatch, FinishTraining)
         self._start()
 
@@ -174,12 +174,12 @@ class SimulatedTrainer:
         work.pieces += 1
         self._simulation.after(work.left_s * self._slowdown, partial(self._end, work, work.pieces))
 
-    def _decoding_changed(self, decodes: bool) -> None:
+    def _company_changed(self, slowdown: float) -> None:
         work, now_s = self._work_now, self._simulation.now_s
         if work is not None:
             work.spent_s += now_s - work.since_s
             work.left_s -= (now_s - work.since_s) / self._slowdown
-        self._slowdown = self._simulation.scenario.costs.train_beside if decodes else 1.0
+        self._slowdown = slowdown
         if work is not None:
             self._go_on(work, now_s)
 

@@ -16,11 +16,12 @@ from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import Errors, Profile
 from orchestrator.sim.costs import TrainCost
-from orchestrator.sim.engine import CostModel, Scenario
+from orchestrator.sim.engine import CostModel, Scenario, SharedMachine
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.llms import from_config
 from transport.contracts.settings import DecodeCostSettings
+from transport.contracts.types import WorkerId
 
 PROFILE = Profile(
     model="random:qwen3-tiny",
@@ -104,6 +105,41 @@ def test_both_at_once_are_slower_on_one_machine_and_in_turn_they_are_not(write: 
     assert simulated(shared, lengths, "--pipeline", "serial") == simulated(alone, lengths, "--pipeline", "serial")
     at_once = [simulated(path, lengths, "--pipeline", "in_flight")["iteration_s"] for path in (alone, shared)]
     assert 1.1 * at_once[0] < at_once[1] < 1.5 * at_once[0]
+
+
+def test_more_at_once_than_cores_take_turns(write: Write, lengths: Path):
+    one_core_each, half_a_core_each = (
+        write(f"{share}.json", decode_share=share, train_share=share) for share in (1.0, 0.5)
+    )
+    serial = [
+        simulated(path, lengths, "--pipeline", "serial", "--generate", "2xmeasured")["iteration_s"]
+        for path in (write(), half_a_core_each, one_core_each)
+    ]
+    assert serial[0] == serial[1] < 1.2 * serial[0] < serial[2], "two engines on one core, the trainer waits"
+    busy = TrainCost(round_s=0.01, token_s=5e-4, optimizer_s=0.05)
+    at_once = [
+        simulated(
+            write(train=busy, **shares), lengths, "--pipeline", "in_flight", "--generate", "2xmeasured", "--slots", 4
+        )
+        for shares in ({}, {"decode_share": 0.5, "train_share": 0.5})
+    ]
+    of_trainer = [data["iteration_s"] for data in at_once]
+    assert 1.05 * of_trainer[0] < of_trainer[1] < 1.5 * of_trainer[0], "two engines and the trainer on two cores"
+
+
+def test_one_of_each_at_once_is_as_it_was_measured():
+    """What both take beside one another has been measured on these cores: it is not charged again."""
+    machine = SharedMachine(CostModel(decode_beside=2.2, train_beside=2.1, decode_share=1.0, train_share=1.0))
+    decode, train = list[float](), list[float]()
+    machine.engines.append(decode.append)
+    machine.trainers.append(train.append)
+    machine.note_decoding(WorkerId("a"), decodes=True)
+    machine.note_training(trains=True)
+    machine.note_decoding(WorkerId("b"), decodes=True)
+    machine.note_decoding(WorkerId("b"), decodes=True)
+    machine.note_training(trains=False)
+    assert decode == pytest.approx([2.2, 2.2 * 3 / 2, 2.0]), "one of three turns where one of two was measured; of two"
+    assert train == pytest.approx([2.1, 2.1 * 3 / 2])
 
 
 def test_what_is_padded_takes_as_long_as_the_longest(write: Write, lengths: Path):

@@ -77,6 +77,8 @@ def measurements(**changes: object) -> Measurements:
         load_s=[0.05],
         beside_training=[1.3, 1.2, 2.0],
         beside_decoding=[0.9, 0.95, 1.1],
+        decode_share=0.25,
+        train_share=0.5,
     )
     return msgspec.structs.replace(made, **changes)
 
@@ -178,6 +180,7 @@ def test_a_profile_is_read_by_runs_and_by_the_cost_model(tmp_path: Path):
     assert saturated <= ROUND_SHARE or profile.round_tokens == profile.micro_batch_tokens
     assert profile.decode_beside == 1.3
     assert profile.train_beside == 1.0, "nothing is faster for company"
+    assert (profile.decode_share, profile.measured.train_share) == (0.25, 0.5)
     assert profile.llm is not None
     assert profile.llm.layers == 2
     said = report(profile)

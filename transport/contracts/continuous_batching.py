@@ -452,3 +452,6 @@ class Measurements(Struct, frozen=True, kw_only=True):
     beside_training: list[float] = msgspec.field(default_factory=list[float])
     # of micro-batches while an engine decoded, over seconds without it
     beside_decoding: list[float] = msgspec.field(default_factory=list[float])
+    # of the host's cores, what one worker, and one rank, compute on at once; 0: on none of them, or not measured beside
+    decode_share: float = 0.0
+    train_share: float = 0.0

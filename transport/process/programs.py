@@ -219,3 +219,8 @@ def configure_logs(*, process: str, level: int = logging.INFO, file: TextIO | No
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
+
+
+def usable_cores() -> int:
+    """CPUs that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -39,11 +39,12 @@ from transport.contracts.continuous_batching import DecodeRun, Measurements, Pre
 from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import DEFAULT_CONTEXT, SERVER_ENGINES, Settings
 from transport.contracts.types import GroupId, SamplingParams, row_id
-from transport.process.programs import python_module
+from transport.process.programs import python_module, usable_cores
 from transport.process.secret import ENGINE_KEY, read_secret
 from workers.commands.build import ServerChoice, engine_of
 from workers.errors import ModelError
 from workers.generation.engine import Completion, GenerationEngine, GenerationRequest, serving
+from workers.models import choose_device
 from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
@@ -96,7 +97,19 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
             busy_trainer(settings, directory) as trainer,
         ):
             decoding, training = await slowdowns(trainer, measured.beside)
-        return msgspec.structs.replace(found, beside_training=decoding, beside_decoding=training)
+        embedded = generation.engine == "embedded"
+        return msgspec.structs.replace(
+            found,
+            beside_training=decoding,
+            beside_decoding=training,
+            decode_share=_share_of_cores(generation.device, generation.threads) if embedded else 0.0,
+            train_share=_share_of_cores(settings.trainer.device, settings.trainer.threads),
+        )
+
+
+def _share_of_cores(device: str, threads: int) -> float:
+    """What a process that computes on ``device`` keeps busy of the cores that it may use; 0: a GPU computes."""
+    return threads / usable_cores() if choose_device(device, "device").type == "cpu" else 0.0
 
 
 @asynccontextmanager
