@@ -227,7 +227,10 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
         "gain"  # gap: StreamRL's: one more while generation is slower by at least what it saves; docs/elastic.md
     )
     scaling_unit: AtLeast1 = 1  # workers that come or go together, e.g. those of one node
-    slots: AtLeast1 = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
+    slots: AtLeast1 = 64  # samples decoded together, where memory holds them
+    kv_tokens: AtLeast0 = (
+        0  # embedded: tokens of context that one engine holds, slots times the longest; 0: all slots full; docs/kv.md
+    )
     dtype: Literal["bfloat16", "float32"] = (
         "bfloat16"  # of the weights that generate, and are published; a CPU without bf16 computes with them in float32
     )
