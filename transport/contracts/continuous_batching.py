@@ -255,14 +255,14 @@ class ContinuousBatching(Generic[R]):
         if not running:
             return None
         steps = running[0][0] - self.steps
-        room = self.cost.kv_capacity_tokens - self._held_tokens()
+        room = self.cost.kv_capacity_tokens - self.held_tokens
         if room < steps * len(running) and len(running) > 1:
             steps = max(0, int(room // len(running)))
         return steps
 
     def boundary_s(self, steps: int) -> float:
         """When ``steps`` more steps are done."""
-        return self.at_s + self.cost.steps_s(len(self.running), self._held_tokens(), steps)
+        return self.at_s + self.cost.steps_s(len(self.running), self.held_tokens, steps)
 
     def steps_until(self, now_s: float) -> int:
         """Steps to the first boundary that is not before ``now_s``; while nothing runs, any time is a boundary."""
@@ -271,10 +271,11 @@ class ContinuousBatching(Generic[R]):
         if not self.running:
             self.at_s = now_s
             return 0
-        done = self.cost.steps_in(len(self.running), self._held_tokens(), now_s - self.at_s)
+        done = self.cost.steps_in(len(self.running), self.held_tokens, now_s - self.at_s)
         return math.ceil(done - STEP_ROUNDING)
 
-    def _held_tokens(self) -> float:
+    @property
+    def held_tokens(self) -> float:
         """In the KV cache, which the next step reads; one more for each sample and step, padded or not."""
         return self._longest() * len(self.running) if self.cost.padded else self.context
 
@@ -308,7 +309,7 @@ class ContinuousBatching(Generic[R]):
     def admit(self) -> None:
         """Retract what the cache cannot hold for one more step, then fill free slots; prefill what was admitted."""
         kv_tokens, padded = self.cost.kv_capacity_tokens, self.cost.padded
-        while is_full(len(self.running), self._held_tokens(), kv_tokens):
+        while is_full(len(self.running), self.held_tokens, kv_tokens):
             self._retract()
         prefill = 0.0
         longest = self._longest() if padded else 0.0
@@ -322,7 +323,7 @@ class ContinuousBatching(Generic[R]):
             prefill += self._start(sample, order)
         self.at_s += (self.drafted[0] if self.drafted else self.cost).prefill_s(prefill)
         if self.drafted:
-            self.cost = cheapest(self.drafted, len(self.running), self._held_tokens())
+            self.cost = cheapest(self.drafted, len(self.running), self.held_tokens)
 
     def remove(self, wanted: Callable[[R], bool]) -> list[Sample[R]]:
         """Stop the samples of these requests, running or waiting, and return them."""
@@ -466,6 +467,7 @@ class Measurements(Struct, frozen=True, kw_only=True):
     config: dict[str, Any]  # the model's Hugging Face configuration
     context_tokens: int  # of the longest sample that was decoded
     kv_tokens: int = 0  # of context that the engine says its memory holds; 0: every sample has room of its own
+    kv_padded: bool = False  # there each sample takes as much as the longest
     decode: list[DecodeRun]
     prefill: list[PrefillRun]
     train: list[TrainRun] = msgspec.field(default_factory=list[TrainRun])

@@ -229,7 +229,7 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     scaling_unit: AtLeast1 = 1  # workers that come or go together, e.g. those of one node
     slots: AtLeast1 = 64  # samples decoded together, where memory holds them
     kv_tokens: AtLeast0 = (
-        0  # embedded: tokens of context that one engine holds, slots times the longest; 0: all slots full; docs/kv.md
+        0  # embedded, emulated: of context that an engine's memory holds, samples times the longest; 0: all slots
     )
     dtype: Literal["bfloat16", "float32"] = (
         "bfloat16"  # of the weights that generate, and are published; a CPU without bf16 computes with them in float32
@@ -520,7 +520,7 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
     kv_token_s: NotNegative = 0.0  # reading one token of context
     prefill_token_s: NotNegative = 0.0  # arithmetic of one token of a prompt
     kv_capacity_tokens: NotNegative = 0.0  # tokens of context that fit into memory; 0: no limit
-    padded: bool = False  # samples are read as if all were as long as the longest; plans of dispatch do not heed it
+    padded: bool = False  # samples are read and held as if all were as long as the longest; plans heed the second
     train_token_s: NotNegative = 0.0  # of the trainer, all ranks together; 0: plans look at the end of generation alone
 
 
