@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import msgspec
 import pytest
 
 from orchestrator.core.dispatch.compute import plan_dispatch
@@ -253,6 +254,15 @@ def test_a_prompt_takes_memory_and_is_read_at_every_step():
     worker = Instance(worker_id=WorkerId("0"), cost=small, max_running=100)
     assert instance_latency_s(worker, 4, 1000.0, 0.0) == pytest.approx(1000 * (0.01 + 1e-6 * 4 * 500))
     assert instance_latency_s(worker, 4, 1000.0, 1000.0) == pytest.approx(2 * 1000 * (0.01 + 1e-6 * 2 * 1500))
+
+
+def test_padded_memory_holds_so_many_samples_as_long_as_the_longest():
+    cost = DecodeCost(fixed_s=0.01, kv_capacity_tokens=4000.0)
+    worker = Instance(worker_id=WorkerId("0"), cost=cost, max_running=100)
+    padded = replace(worker, cost=msgspec.structs.replace(cost, padded=True))
+    assert price(worker, 100.0).slots(20, 3000.0, 900.0) == pytest.approx(4000 * 20 / (20 * 100 + 3000))
+    assert price(padded, 100.0).slots(20, 3000.0, 900.0) == pytest.approx(4000 / (100 + 900))
+    assert price(padded, 100.0).slots(4, 600.0, 900.0) == 100, "all of them fit"
 
 
 # -- slices where slots or memory run out
