@@ -405,17 +405,20 @@ class RunningSample:
         return len(self.request.prompt_ids) - self.unfed + len(self.token_ids)
 
     def waiting(self) -> WaitingGroup:
-        """It waits again, with what it has."""
+        """It waits again, with what it has; nothing while it is still fed what was said to it."""
+        begun = NOTHING
+        if self.token_ids:
+            begun = Beginning(
+                token_ids=np.array(self.token_ids, dtype=np.int32),
+                logprobs=np.array(self.logprobs, dtype=np.float32),
+                spans=self.version_spans(),
+            )
         return WaitingGroup(
             request=self.request,
             samples=[self.sample],
             order=self.order,
             queued_at_s=self.admitted_at_s,
-            begun=Beginning(
-                token_ids=np.array(self.token_ids, dtype=np.int32),
-                logprobs=np.array(self.logprobs, dtype=np.float32),
-                spans=self.version_spans(),
-            ),
+            begun=begun,
             retracted=self,
         )
 
@@ -845,7 +848,7 @@ class SlotDecoder:
         logits = self._forward.run(batch, self._kv) if num_decode or fresh else None
         if logits is not None and not admitted:
             return logits
-        parts = [] if logits is None else [logits[: batch.num_decode]]
+        parts: list[torch.Tensor] = [] if logits is None else [logits[: batch.num_decode]]
         row = batch.num_decode
         for admission in admitted:
             group = admission.group
