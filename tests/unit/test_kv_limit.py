@@ -219,8 +219,8 @@ def test_the_one_with_the_least_to_compute_again_is_retracted_of_equal_ones_the_
 
 def test_it_comes_back_before_what_came_later_but_not_before_what_is_of_more_worth():
     decoder = limited(tiny_model())
-    asked = [request(0, samples=range(6), new_tokens=60), request(1, samples=(0,), new_tokens=4)]
-    group = retracting(decoder, asked)
+    group = retracting(decoder, [request(0, samples=range(6), new_tokens=60)])
+    decoder.submit(request(1, samples=(0,)))
     assert decoder._waiting.first() is group
     decoder.submit(request(2, samples=(0,), priority=1.0))
     first = decoder._waiting.first()
@@ -232,21 +232,19 @@ def test_a_retracted_one_is_reported_told_of_and_timed_as_if_it_ran():
     told = []
     decoder = limited(tiny_model())
     waits = replace(
-        request(1, samples=(0,), new_tokens=90),
+        request(0, samples=(0,), new_tokens=90),
         on_tokens=lambda start, ids, logprobs: told.append((start, len(ids), len(logprobs))),
     )
-    group = retracting(decoder, [request(0, samples=range(4), new_tokens=90), waits])
-    # It has the longest prompt: the one that waits is of the other group.
-    had = len(group.begun)
+    group = retracting(decoder, [request(1, samples=range(4), new_tokens=90), waits])
+    assert group.request is waits
+    (sample,), had = group.samples, len(group.begun)
     assert had > 0
-    (progress,) = [one for one in decoder.progress({}) if one.key == (*group.request.key, group.samples[0])]
+    (progress,) = [one for one in decoder.progress({}) if one.key == (*group.request.key, sample)]
     assert (progress.start, progress.end) == (0, had)
     assert progress.token_ids.tolist() == group.begun.token_ids.tolist()
-    clock = decoder._clock
-    clock.advance(10.0)
+    decoder._clock.advance(10.0)
     found = by_sample(run_within(decoder))
-    assert found["0/0", group.samples[0]].engine_s >= 10.0
-    assert found["0/0", group.samples[0]].queued_s == 0.0
+    assert (found["0/0", sample].queued_s, found["0/0", sample].engine_s) == (0.0, 10.0)
     for call in decoder.told:
         call()
     assert [start for start, _, _ in told] == list(range(90)), "each token once, and in order"
@@ -289,7 +287,8 @@ def test_where_memory_holds_one_sample_alone_no_turn_is_kept():
     turns = [next_turn(asked, one) for one in answered.values()]
     found = by_sample(run_within(decoder, turns))
     assert decoder.reused_tokens == 0
-    check_logprobs(tiny_model("qwen3"), [turns[0]], [found[turns[0].group_id, 0]])
+    for turn in turns:
+        check_logprobs(tiny_model("qwen3"), [turn], [found[turn.group_id, turn.samples[0]]])
 
 
 def test_a_turn_that_is_retracted_while_it_is_fed_is_computed_anew():
