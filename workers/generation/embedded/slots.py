@@ -753,7 +753,7 @@ class SlotDecoder:
 
     def _retract(self) -> None:
         """Those of which least is to be computed again wait again, until the others fit for one more step."""
-        while is_full(len(self._running), self.held_tokens, self._kv.limit):
+        while self.kv_tokens and is_full(len(self._running), self.held_tokens, self._kv.limit):
             slot = min(
                 range(len(self._running)),
                 key=lambda slot: (self._running[slot].context, -self._running[slot].order),
