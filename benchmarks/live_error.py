@@ -12,10 +12,8 @@ Emulated and real settings are reported apart: of the first the simulator is tol
 that both sides decide alike and lose no time between the parts; only the second say what a simulation is worth.
 
     live_error_real_*       the embedded engine and the real trainer: two sizes of models, one and two workers, versions
-                            that are long on their way
-    live_error_emulated_*   emulated engine and trainer, every mode, and versions that are long on their way
-
-Not among them: a limit of the KV cache, which the embedded engine does not have (each slot has its own).
+                            that are long on their way, KV memory that holds a third of the slots
+    live_error_emulated_*   emulated engine and trainer, every mode, and the same two
 
 It wants the machine for itself, for some twenty minutes, and says how much of it other programs took.
 
@@ -29,16 +27,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+import msgspec
 
 from orchestrator.cli.profile import QUIET_SHARE, MachineLoad
 from orchestrator.config.load import resolve
@@ -101,7 +102,8 @@ SMALL, TINY = "random:qwen3-small", "random:qwen3-tiny"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One run. mean, sigma: of its lognormal lengths, tokens.  model: of the embedded engine.  transfer_s: that a
-    version is on its way, before ``emulated.time_scale``.  iterations: that count."""
+    version is on its way, before ``emulated.time_scale``.  kv_tokens: that an engine's memory holds, 0: all slots.
+    iterations: that count."""
 
     engine: str
     mode: str
@@ -111,14 +113,16 @@ class Setting:
     sigma: float
     model: str = SMALL
     transfer_s: float = 0.0
+    kv_tokens: int = field(default=0, repr=False)  # lengths are drawn from the rest: with and without it they are equal
     iterations: int = ITERATIONS
 
     @property
     def name(self) -> str:
         model = f"{self.model}, " if self.engine == "embedded" else ""
+        memory = f" in {self.kv_tokens} tokens" if self.kv_tokens else ""
         return (
-            f"{self.engine} {self.mode}, {model}transfer {self.transfer_s:g} s, {self.workers} x {self.slots} slots, "
-            f"lengths {self.mean:g} +- {self.sigma:g}"
+            f"{self.engine} {self.mode}, {model}transfer {self.transfer_s:g} s, {self.workers} x {self.slots} slots"
+            f"{memory}, lengths {self.mean:g} +- {self.sigma:g}"
         )
 
     @property
@@ -142,6 +146,11 @@ class Setting:
             f"run.batches={self.batches}",
             f"generation.workers={self.workers}",
             f"generation.slots={self.slots}",
+            *(
+                [f"generation.kv_tokens={self.kv_tokens}", f"generation.max_context={CONTEXT}"]
+                if self.kv_tokens
+                else []
+            ),
             f"generation.lengths={directory / LENGTHS}",
             f"sampling.max_new_tokens={MAX_TOKENS}",
         ]
@@ -149,6 +158,10 @@ class Setting:
 
 MAX_TOKENS = 400
 LENGTHS = "lengths.txt"
+CONTEXT = 512
+"""Tokens that the models allow."""
+LITTLE_KV = 8 * CONTEXT
+"""Of 32 slots, some 8 to 15 run in it, by the longest of them; many of 300 tokens and more outgrow it."""
 CALIBRATION = {
     "emulated": Setting(engine="emulated", mode="in_flight", workers=2, slots=16, mean=90, sigma=0.5),
     "embedded": Setting(engine="embedded", mode="stream", workers=1, slots=16, mean=70, sigma=0.4),
@@ -164,6 +177,7 @@ SETTINGS = (
     Setting(engine="emulated", mode="two_old", workers=1, slots=64, mean=120, sigma=0.8),
     Setting(engine="emulated", mode="fully_async", workers=2, slots=16, mean=120, sigma=0.5, transfer_s=5.0),
     Setting(engine="emulated", mode="in_flight", workers=2, slots=16, mean=120, sigma=0.5, transfer_s=5.0),
+    Setting(engine="emulated", mode="stream", workers=1, slots=32, mean=320, sigma=0.15, kv_tokens=LITTLE_KV),
     Setting(engine="embedded", mode="synchronous", workers=1, slots=16, mean=100, sigma=0.3),
     Setting(engine="embedded", mode="stream", workers=1, slots=32, mean=80, sigma=0.6),
     Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=90, sigma=0.5),
@@ -174,6 +188,10 @@ SETTINGS = (
     Setting(engine="embedded", mode="in_flight", workers=2, slots=16, mean=150, sigma=0.4, model=TINY),
     Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=80, sigma=0.4, transfer_s=2.0),
     Setting(engine="embedded", mode="in_flight", workers=1, slots=16, mean=80, sigma=0.4, transfer_s=2.0),
+    Setting(engine="embedded", mode="fully_async", workers=1, slots=32, mean=120, sigma=0.6, kv_tokens=LITTLE_KV),
+    Setting(
+        engine="embedded", mode="stream", workers=1, slots=32, mean=320, sigma=0.15, kv_tokens=LITTLE_KV, model=TINY
+    ),
 )
 
 
@@ -297,8 +315,11 @@ def prompt_tokens(run_dir: Path) -> int:
 def predicted(
     setting: Setting, settings: Settings, found: Overheads, profile: Profile | None, each_prompt: int = 0
 ) -> list[float]:
-    """Seconds of each iteration by the simulator. each_prompt: tokens; the emulated hardware counts none of them."""
+    """Seconds of each iteration by the simulator. each_prompt: tokens; the emulated hardware counts them where its
+    memory is limited."""
     decode, train, load_s = emulated(settings) if profile is None else measured(profile)
+    if settings.generation.kv_tokens:  # the profile was made without
+        decode = msgspec.structs.replace(decode, kv_capacity_tokens=settings.generation.kv_tokens, padded=True)
     costs = CostModel(
         decode=decode,
         train=train,
@@ -320,6 +341,7 @@ def predicted(
         core=core_settings(settings),
         workers=setting.workers,
         capacity=setting.slots,
+        max_context=settings.generation.max_context or math.inf,
         lengths=Forced(forced, each_prompt),
         costs=costs,
         max_s=1e6,
@@ -365,7 +387,7 @@ def compare(engine: str, settings: Iterable[Setting], work: Path) -> tuple[list[
             print(f"{engine}: between the parts, from one other run: {found}", flush=True)
         real = live(setting, work / str(number))
         resolved = resolve(None, [real.run_dir / "config.toml"], [], os.environ).settings
-        each_prompt = prompt_tokens(real.run_dir) if profile is not None else 0
+        each_prompt = prompt_tokens(real.run_dir) if profile is not None or setting.kv_tokens else 0
         simulated_s = predicted(setting, resolved, found, profile, each_prompt)
         off = off_by(simulated_s, real.iterations_s)
         errors.append(abs(off))

@@ -292,6 +292,7 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "generation.max_context sampling.max_new_tokens",
             "must be 0 or above sampling.max_new_tokens, or no prompt fits",
         )
+    yield from _broken_of_memory(s)
     if s.generation.min_workers > s.generation.num_workers:
         yield (
             "generation.min_workers generation.workers",
@@ -335,6 +336,28 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
         yield (
             "ranker.kind pipeline.oversampled_tail",
             'must not be "oracle" where batches take in different numbers of prompts: it knows lengths by their order',
+        )
+
+
+def _broken_of_memory(s: Settings) -> Iterator[tuple[str, str]]:
+    """Whose memory is limited, and what it has to hold."""
+    generation = s.generation
+    if not generation.kv_tokens:
+        return
+    if generation.engine in SERVER_ENGINES:
+        yield (
+            "generation.kv_tokens generation.engine",
+            f'must be 0 with generation.engine "{generation.engine}": its server is told by generation.server_args',
+        )
+    if generation.kv_tokens < generation.max_context:
+        yield (
+            "generation.kv_tokens generation.max_context",
+            "must be 0 or at least generation.max_context, or one sample alone may not fit",
+        )
+    if generation.kv_tokens <= s.sampling.max_new_tokens:
+        yield (
+            "generation.kv_tokens sampling.max_new_tokens",
+            "must be 0 or above sampling.max_new_tokens, or one sample alone may not fit",
         )
 
 

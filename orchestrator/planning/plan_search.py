@@ -359,6 +359,8 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
     if engine in SERVER_ENGINES:
         generation |= job.fp8.settings
         generation |= {"drafts": round(job.assumed.draft_tokens)} if job.drafts else {}
+    elif split.generation.gpu.measured is not None and cost.kv_capacity_tokens < inf:
+        generation["kv_tokens"] = int(cost.kv_capacity_tokens)  # that it was profiled with
     saturating = layout.train_cost(job.llm, job.algorithm, job.assumed).saturating_tokens()
     trainer: dict[str, object] = {
         "ranks": split.training_gpus,

@@ -206,7 +206,7 @@ def fit(measurements: Measurements) -> Profile:
         llm = from_config(found.model, found.config)
     except UnknownModelError:
         llm = None
-    cost = fit_decode(found.decode, found.prefill)
+    cost = fit_decode(found.decode, found.prefill, padded=found.kv_padded or None)
     fields = {name: getattr(cost, name) for name in cost.__struct_fields__ if name != "kv_capacity_tokens"}
     return Profile(
         model=found.model,
@@ -276,9 +276,13 @@ def _folds(runs: Sequence[Run]) -> Iterator[tuple[list[Run], list[Run]]]:
             yield seen, [run for run, of in zip(runs, fold_of, strict=True) if of == fold]
 
 
-def fit_decode(runs: Sequence[DecodeRun], prefill: Sequence[PrefillRun]) -> DecodeCost:
-    """Coefficients of decode steps; the knee is at one of the measured batches, or there is none."""
-    best, error = min((_fit_steps(runs, 0, padded) for padded in (False, True)), key=itemgetter(1))
+def fit_decode(runs: Sequence[DecodeRun], prefill: Sequence[PrefillRun], *, padded: bool | None = None) -> DecodeCost:
+    """Coefficients of decode steps; the knee is at one of the measured batches, or there is none.
+
+    padded: whether samples are read as long as the longest; None: whichever is nearer to the runs.
+    """
+    readings = (False, True) if padded is None else (padded,)
+    best, error = min((_fit_steps(runs, 0, reading) for reading in readings), key=itemgetter(1))
     for knee in sorted({run.batch for run in runs})[1:-1]:
         cost, knee_error = _fit_steps(runs, knee, best.padded)
         if knee_error < KNEE_GAIN * error - 1e-12:  # rounding of a sum of squared relative errors

@@ -104,7 +104,7 @@ class Scenario:
     """One simulated run.
 
     workers: generation workers of ``capacity`` samples each.  decode: cost of a step on each worker, where they differ;
-    empty: ``costs.decode`` on all.  num_prompts: of the source.
+    empty: ``costs.decode`` on all.  max_context: tokens that no sample outgrows.  num_prompts: of the source.
     max_s: virtual seconds after which the run counts as stalled.
     record: keep every event and command.  trace: keep what every instance and the trainer did when.
     """
@@ -113,6 +113,7 @@ class Scenario:
     workers: int = 2
     capacity: int = 16
     decode: tuple[DecodeCost, ...] = ()
+    max_context: float = math.inf
     dp_size: int = 1
     num_prompts: int = 1_000_000
     lengths: Lengths = field(default_factory=LengthModel)

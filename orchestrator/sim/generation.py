@@ -180,7 +180,9 @@ class SimulatedWorker:
         self._worker_id = worker_id
         self._index = index
         self._cost = scenario.decode_cost(index)
-        self._batching = ContinuousBatching[GroupPlan](self._cost, scenario.capacity, simulation.now_s)
+        self._batching = ContinuousBatching[GroupPlan](
+            self._cost, scenario.capacity, simulation.now_s, max_context=scenario.max_context
+        )
         if scenario.costs.drafts is not None:
             self._batching.drafted = scenario.costs.drafts.costs(self._cost)
         self._arrived: WeightIdentity | None = None

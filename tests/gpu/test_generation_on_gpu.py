@@ -270,12 +270,12 @@ def test_grown_slots_keep_what_they_hold() -> None:
     kv = SlotKV(shape, slots=3, max_tokens=300, dtype=torch.float32, device=DEVICE)
     keys, values = (torch.randn(3, 2, 8, device=DEVICE) for _ in range(2))
     kv.append(1, torch.arange(3, device=DEVICE), torch.tensor([5, 5, 5], device=DEVICE), keys, values)
-    kv.reserve(FIRST_CAPACITY + 1, 3)
-    kv.reserve(300, 3)
+    kv.reserve(FIRST_CAPACITY + 1, 3, 3)
+    kv.reserve(300, 3, 3)
     live_keys, live_values = kv.live(1, 3, 6)
     assert torch.equal(live_keys[..., 5], keys)
     assert torch.equal(live_values[:, :, 5], values)
-    assert sum(t.nbytes for t in kv.keys + kv.values) == shape.num_bytes(3, 300, torch.float32)
+    assert sum(t.nbytes for t in kv.keys + kv.values) == shape.num_bytes(3, 3 * 300, torch.float32)
 
 
 def test_samples_longer_than_the_first_capacity_equal_a_full_forward() -> None:

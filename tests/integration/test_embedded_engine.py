@@ -297,5 +297,30 @@ def test_slots_have_to_fit_into_what_the_process_may_use_of_a_gpu(directory, mon
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100_000_000)
     slot = model.forward.kv_shape.num_bytes(1, model.max_context, torch.float32)
     check_memory(model, 400_000_000 // slot)
-    with pytest.raises(ModelError, match=r"0\.4 GB are free: lower generation\.slots"):
+    with pytest.raises(ModelError, match=r"0\.4 GB are free: set generation\.kv_tokens, or lower generation\.slots"):
         check_memory(model, 400_000_000 // slot + 1)
+    check_memory(model, 400_000_000 // slot + 1, model.max_context)
+    with pytest.raises(ModelError, match=r"0\.4 GB are free: lower generation\.kv_tokens or generation\.max_context"):
+        check_memory(model, 10_000, 400_000_000 // slot * model.max_context)
+
+
+async def test_memory_that_cannot_hold_one_sample_is_refused_at_the_start(directory):
+    settings = GenerationSettings(slots=4, dtype="float32", max_context=256, kv_tokens=255)
+    engine = EmbeddedEngine(settings, directory, MonotonicClock())
+    with pytest.raises(ModelError, match=r"kv_tokens is 255, and one sample may take 256 tokens: raise it"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_an_engine_says_what_its_memory_holds_and_how_much_of_it_is_used(directory):
+    settings = GenerationSettings(slots=4, dtype="float32", max_context=256, kv_tokens=300)
+    engine = EmbeddedEngine(settings, directory, MonotonicClock())
+    info = await engine.start()
+    assert (info.capacity, info.kv_tokens, info.kv_padded) == (4, 300, True)
+    requests = [request(slot, new_tokens=60) for slot in range(4)]
+    for each in requests:
+        engine.submit(each)
+    results = await collect(engine, 12)
+    assert {len(result.response_ids) for result in results} == {60}
+    assert engine.load().kv_use == 0.0
+    await engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,15 @@ def test_a_plan_deals_out_profiled_machines(write: Write, lengths: Path):
     )
     mixed = ask("plan", "--profile", write(train=None), "--gpus", "2xmeasured@here,1xA100@there", *job)["plan"]
     assert mixed["training_on"] == "A100@there", "a profile without a trainer can generate"
+
+
+def test_a_plan_gives_engines_the_memory_that_they_were_profiled_with(write: Write, lengths: Path, tmp_path: Path):
+    cost = DecodeCostSettings(fixed_s=0.002, sample_s=0.0001, kv_capacity_tokens=3000.0, padded=True)
+    profile, out = write("little.json", decode_cost=cost), tmp_path / "plan.toml"
+    job = ("--lengths", lengths, "--batch", 8, "--group-size", 2, "--prompt-tokens", 20, "--processes", 1)
+    ask("plan", "--profile", profile, "--gpus", "2xmeasured", *job, "--out", out)
+    planned = tomllib.loads(out.read_text())["generation"]
+    assert (planned["engine"], planned["kv_tokens"]) == ("embedded", 3000)
 
 
 @pytest.mark.parametrize(

@@ -523,6 +523,15 @@ DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
         (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),
         (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),
         (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),
+        (["generation.kv_tokens=32"], "generation.kv_tokens = 32 must be 0 or above sampling.max_new_tokens"),
+        (
+            ["generation.kv_tokens=1000", "generation.max_context=1001"],
+            "generation.kv_tokens = 1000 must be 0 or at least generation.max_context",
+        ),
+        (
+            ["generation.kv_tokens=9000", "generation.engine=vllm"],
+            'generation.kv_tokens = 9000 must be 0 with generation.engine "vllm": its server is told by',
+        ),
         (["generation.engine_url=http://h:1"], 'needs generation.engine "sglang" or "vllm"'),
         (["generation.engine=vllm", "sampling.top_p=0.9"], 'must be 1 and 0 with generation.engine "vllm"'),
         (["generation.drafts=65"], "generation.drafts"),

@@ -89,15 +89,12 @@ class Loop:
     waiting: list[Looped] = field(default_factory=list)
     running: list[Looped] = field(default_factory=list)
 
-    def context(self) -> int:
-        return sum(one.prompt + one.done for one in self.running)
-
-    def read_tokens(self) -> int:
-        lengths = [one.prompt + one.done for one in self.running]
-        return len(lengths) * max(lengths) if self.cost.padded else sum(lengths)
+    def held(self, *entering: Looped) -> int:
+        lengths = [one.prompt + one.done for one in (*self.running, *entering)]
+        return len(lengths) * max(lengths, default=0) if self.cost.padded else sum(lengths)
 
     def admit(self) -> None:
-        while len(self.running) > 1 and self.context() + len(self.running) > self.cost.kv_capacity_tokens:
+        while len(self.running) > 1 and self.held() + len(self.running) > self.cost.kv_capacity_tokens:
             youngest = min(self.running, key=lambda one: (one.prompt + one.done, -one.order))
             self.running.remove(youngest)
             self.waiting.append(youngest)
@@ -105,7 +102,7 @@ class Loop:
         while self.waiting and len(self.running) < self.capacity:
             self.waiting.sort(key=lambda one: (-one.priority, one.order))
             first = self.waiting[0]
-            needed = self.context() + first.prompt + first.done + HEADROOM_TOKENS * (len(self.running) + 1)
+            needed = self.held(first) + HEADROOM_TOKENS * (len(self.running) + 1)
             if self.running and needed > self.cost.kv_capacity_tokens:
                 break
             self.running.append(self.waiting.pop(0))
@@ -113,7 +110,7 @@ class Loop:
         self.now_s += self.cost.prefill_s(prefill)
 
     def step(self) -> list[str]:
-        self.now_s += self.cost.step_s(len(self.running), self.read_tokens())
+        self.now_s += self.cost.step_s(len(self.running), self.held())
         for one in self.running:
             one.done += 1
         ended = [one for one in self.running if one.done == one.length]
@@ -180,6 +177,23 @@ def test_a_full_cache_retracts_the_youngest_and_keeps_its_tokens():
     assert retracted.generated == batching.steps > 1000
     assert retracted.spans == [(WeightIdentity(epoch=1, version=0), retracted.generated)]
     assert batching.context <= TIGHT.kv_capacity_tokens
+
+
+def test_a_padded_cache_holds_so_many_samples_as_long_as_the_longest():
+    """Ten times 20 tokens beside 880, in 9,000: summed all fit, padded not even those ten."""
+
+    def most(padded: bool, max_context: float = math.inf) -> int:
+        cost = DecodeCost(fixed_s=0.01, kv_capacity_tokens=9000, padded=padded)
+        batching = ContinuousBatching(cost, 32, max_context=max_context)
+        batching.submit(sample(0, 10, prompt_tokens=880, priority=1.0))
+        for index in range(1, 11):
+            batching.submit(sample(index, 10))
+        batching.admit()
+        return len(batching.running)
+
+    assert most(padded=False) == 11
+    assert most(padded=True) == 9000 // (880 + HEADROOM_TOKENS) == 7
+    assert most(padded=True, max_context=900) == 10, "head-room ends where no sample goes beyond"
 
 
 def test_tokens_are_counted_under_the_weights_that_sampled_them():

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import msgspec
 import pytest
 
+from orchestrator.config.load import resolve
 from orchestrator.core.dispatch.compute import plan_dispatch
 from orchestrator.core.dispatch.policies.even import balanced, instance_latency_s, split
 from orchestrator.core.dispatch.policies.problem import (
@@ -26,6 +28,7 @@ from orchestrator.core.dispatch.policies.problem import (
 from orchestrator.core.dispatch.policies.scored import Scorer, draw_lengths, training_end_s, waits
 from orchestrator.core.dispatch.policies.slicing import price, slicing
 from orchestrator.core.model.pipeline import Calibration
+from orchestrator.core.model.settings import core_settings
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 
@@ -253,6 +256,22 @@ def test_a_prompt_takes_memory_and_is_read_at_every_step():
     worker = Instance(worker_id=WorkerId("0"), cost=small, max_running=100)
     assert instance_latency_s(worker, 4, 1000.0, 0.0) == pytest.approx(1000 * (0.01 + 1e-6 * 4 * 500))
     assert instance_latency_s(worker, 4, 1000.0, 1000.0) == pytest.approx(2 * 1000 * (0.01 + 1e-6 * 2 * 1500))
+
+
+def test_padded_memory_holds_so_many_samples_as_long_as_the_longest():
+    cost = DecodeCost(fixed_s=0.01, kv_capacity_tokens=4000.0)
+    worker = Instance(worker_id=WorkerId("0"), cost=cost, max_running=100)
+    padded = replace(worker, cost=msgspec.structs.replace(cost, padded=True))
+    assert price(worker, 100.0).slots(20, 3000.0, 900.0) == pytest.approx(4000 * 20 / (20 * 100 + 3000))
+    assert price(padded, 100.0).slots(20, 3000.0, 900.0) == pytest.approx(4000 / (100 + 900))
+    assert price(padded, 100.0).slots(4, 600.0, 900.0) == 100, "all of them fit"
+
+
+def test_plans_of_a_run_know_the_memory_that_it_gives_its_engines():
+    limited = resolve("tiny", [], ["generation.kv_tokens=5000", "decode_cost.kv_capacity_tokens=9000"], {}).settings
+    cost = core_settings(limited).decode_cost
+    assert (cost.kv_capacity_tokens, cost.padded) == (5000, True)
+    assert core_settings(resolve("tiny", [], [], {}).settings).decode_cost.kv_capacity_tokens == math.inf
 
 
 # -- slices where slots or memory run out

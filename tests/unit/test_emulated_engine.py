@@ -23,8 +23,8 @@ COSTS = EmulatedSettings(time_scale=0.01, step_s=0.02, sample_step_s=0.005, load
 class Engine:
     """An engine as a context, and the results of it."""
 
-    def __init__(self, slots: int, costs: EmulatedSettings = COSTS, drafts: int = 0) -> None:
-        self.engine = EmulatedEngine(costs, slots, MonotonicClock(), weights=OLD, drafts=drafts)
+    def __init__(self, slots: int, costs: EmulatedSettings = COSTS, drafts: int = 0, kv_tokens: int = 0) -> None:
+        self.engine = EmulatedEngine(costs, slots, MonotonicClock(), weights=OLD, drafts=drafts, kv_tokens=kv_tokens)
 
     async def __aenter__(self) -> Engine:
         await self.engine.start()
@@ -215,6 +215,42 @@ async def test_what_a_sample_has_got_is_where_it_goes_on_on_another_engine():
     assert isinstance(whole, Completion)
     assert (len(whole.response_ids), whole.resumed, tokens) == (got[0].end + 3, got[0].end, 3)
     assert [(span.end, span.weights) for span in whole.spans] == [(got[0].end, OLD), (got[0].end + 3, NEW)]
+
+
+async def test_in_little_memory_samples_are_retracted_as_by_the_embedded_engine():
+    """Two of 4 + 600 tokens do not fit into 1,000: at 496 each the second one waits, with what it has."""
+    async with Engine(slots=4, kv_tokens=1000) as engine:
+        engine.submit(0, 600, 600)
+        results = await engine.results(2)
+        load = engine.engine.load()
+    assert (load.retracted_samples, load.kv_use, load.tokens) == (1, 0.0, 1200)
+    assert list(names(results)) == [("0/0", 0), ("0/0", 1)]
+    for one in results:
+        assert isinstance(one, Completion)
+        assert (len(one.response_ids), one.resumed) == (600, 0)
+        assert one.spans == (VersionSpan(start=0, end=600, weights=OLD),)
+
+
+async def test_a_retracted_sample_is_reported_and_comes_out_when_it_is_aborted():
+    """The other one goes on alone for half a minute, as if it fitted."""
+    async with Engine(slots=4, kv_tokens=1000) as engine:
+        engine.submit(0, 120_000, 120_000)
+        async with asyncio.timeout(30):
+            while not (load := engine.engine.load()).retracted_samples:  # noqa: ASYNC110 nobody tells
+                await asyncio.sleep(0.001)
+        assert (load.running, load.waiting) == (1, 1)
+        assert 0 < load.kv_use <= 1
+        assert {one.key[2]: one.end for one in await engine.engine.progress({})}[1] == 496
+        await engine.engine.abort({(GroupId("0/0"), 0)})
+        lengths = {one.sample: len(one.response_ids) for one in await engine.results(2) if isinstance(one, Completion)}
+    assert lengths[1] == 496 <= lengths[0]
+
+
+async def test_an_emulated_engine_says_what_its_memory_holds():
+    engine = EmulatedEngine(COSTS, 4, MonotonicClock(), kv_tokens=1000)
+    info = await engine.start()
+    await engine.close()
+    assert (info.kv_tokens, info.kv_padded) == (1000, True)
 
 
 async def test_in_fp8_its_logprobs_are_off_until_it_is_told_to_leave_that():

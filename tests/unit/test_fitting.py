@@ -224,6 +224,12 @@ def test_memory_of_the_engine_limits_plans_and_simulations(tmp_path: Path):
     assert fit(measurements()).measured.decode.kv_capacity_tokens == math.inf
 
 
+def test_an_engine_that_says_that_it_pads_is_believed():
+    assert not fit(measurements()).measured.decode.padded
+    padded = fit(measurements(kv_tokens=20_000, kv_padded=True)).measured.decode
+    assert (padded.padded, padded.kv_capacity_tokens) == (True, 20_000)
+
+
 @pytest.mark.parametrize(
     ("max_context", "longer"),
     [(300, []), (372, []), (400, [348]), (2048, [640, 1996]), (8192, [640, 1280, 2560, 8140])],

@@ -35,6 +35,7 @@ def test_there_are_enough_settings_and_none_of_them_calibrates():
     assert len({one.model for one in real}) == 2
     assert {one.workers for one in real} == {1, 2}
     assert any(one.transfer_s for one in real)
+    assert any(one.kv_tokens for one in real)
     assert len(set(SETTINGS)) == len(SETTINGS)
     assert not set(CALIBRATION.values()) & set(SETTINGS)
 
@@ -55,6 +56,13 @@ def test_a_version_that_is_long_on_its_way_delays_those_who_would_take_it_at_onc
 
     assert slower("fully_async") < 1.05, "it comes while the batch before is generated"
     assert slower("in_flight") > 1.05, "there are two batches under way, and the next waits for the version"
+
+
+def test_memory_that_holds_a_third_of_the_slots_is_reckoned_with():
+    setting = next(one for one in SETTINGS if one.kv_tokens and one.engine == "emulated")
+    free = replace(setting, kv_tokens=0)
+    assert setting.lengths() == free.lengths()
+    assert simulated_s(setting) > 1.2 * simulated_s(free)
 
 
 def test_neither_the_first_batches_nor_one_that_was_held_up_count():

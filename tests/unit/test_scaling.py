@@ -172,6 +172,9 @@ def test_pace_keeps_within_staleness_slots_and_memory():
     assert 0.9 * one(1) < one(7) < one(1)
     small = msgspec.structs.replace(COST, kv_capacity_tokens=400.0)
     assert pace_of(small, [100.0] * 64, max_running=64, max_staleness=1)(1) > 2 * many(1)
+    mixed, padded = [100.0] * 63 + [300.0], msgspec.structs.replace(small, padded=True)
+    summed, longest = (pace_of(cost, mixed, max_running=64, max_staleness=8)(1) for cost in (small, padded))
+    assert longest > 2 * summed, "each of them takes as much memory as the longest"
 
 
 @given(

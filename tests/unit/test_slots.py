@@ -26,12 +26,12 @@ from workers.generation.engine import NO_STOPS, Completion, EngineFailure, Gener
 V0, V1 = WeightIdentity(epoch=1, version=0), WeightIdentity(epoch=1, version=1)
 
 
-def decoder_of(model, *, slots=4, fused=True, max_context=256, stops=NO_STOPS):
+def decoder_of(model, *, slots=4, fused=True, max_context=256, stops=NO_STOPS, kv_tokens=0):
     own = copy.deepcopy(model)
     forward = FusedForward(own, max_context=max_context) if fused else ModuleForward(own)
     parameters = dict(own.named_parameters(remove_duplicate=False))
     model = LoadedModel(forward=forward, parameters=parameters, max_context=max_context, vocab_size=VOCAB)
-    return SlotDecoder(model, slots=slots, weights=V0, clock=ManualClock(), stops=stops)
+    return SlotDecoder(model, slots=slots, weights=V0, clock=ManualClock(), stops=stops, kv_tokens=kv_tokens)
 
 
 def prompt_of(length, seed=0):
@@ -327,15 +327,15 @@ def test_kv_memory_grows_with_the_longest_sample_and_is_bounded():
     assert kv.capacity == FIRST_CAPACITY
     keys, values = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     kv.append(1, torch.arange(3), torch.tensor([5, 5, 5]), keys, values)
-    kv.reserve(FIRST_CAPACITY + 1, 3)
+    kv.reserve(FIRST_CAPACITY + 1, 3, 3)
     live_keys, live_values = kv.live(1, 3, 6)
     assert torch.equal(live_keys[..., 5], keys)
     assert torch.equal(live_values[:, :, 5], values)
-    kv.reserve(300, 3)
+    kv.reserve(300, 3, 3)
     held = sum(t.nbytes for t in kv.keys + kv.values)
-    assert held == shape.num_bytes(3, 300, torch.float32)
+    assert held == shape.num_bytes(3, 3 * 300, torch.float32)
     with pytest.raises(ValueError, match="do not fit"):
-        kv.reserve(301, 3)
+        kv.reserve(301, 3, 3)
 
 
 def test_samples_longer_than_the_first_capacity_equal_a_full_forward():

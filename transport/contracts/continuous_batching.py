@@ -30,6 +30,25 @@ Source: SGLang's estimate of new tokens, in its simplest form."""
 STEP_ROUNDING = 1e-6  # decode steps; a boundary that is this near is now
 
 
+# --- the rules of a KV cache that does not hold all slots, of this model and of the embedded engine alike
+
+
+def is_full(samples: int, held_tokens: float, kv_tokens: float) -> bool:
+    """Whether one of the running samples has to be retracted before the next step; one alone always runs.
+
+    held_tokens: that they hold now; the step adds one to each.  kv_tokens: that the cache holds.
+    """
+    return samples > 1 and held_tokens + samples > kv_tokens
+
+
+def has_room(samples: int, held_tokens: float, kv_tokens: float, max_context: float = math.inf) -> bool:
+    """Whether a sample may start; the first one always may.
+
+    samples, held_tokens: running with it, and what they would hold.  max_context: tokens that none of them outgrows.
+    """
+    return samples == 1 or min(held_tokens + HEADROOM_TOKENS * samples, max_context * samples) <= kv_tokens
+
+
 class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients of one generation instance, seconds.
 
@@ -43,7 +62,7 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_s: float = 0.0  # reading the keys and values of one token of context
     prefill_token_s: float = 0.0  # arithmetic of a prompt token
     kv_capacity_tokens: float = math.inf  # tokens of context that fit, all samples together
-    padded: bool = False  # the context that is read is that of so many samples as long as the longest
+    padded: bool = False  # what is read, and held, is the context of so many samples as long as the longest
 
     def scaled(self, factor: float) -> DecodeCost:
         """Every second of it ``factor`` times as long."""
@@ -201,7 +220,7 @@ class ContinuousBatching(Generic[R]):
     running: (end step, order, sample).  waiting: (-priority, order, sample).  weights: (first step, weights) of each
     version served.  drafted: costs by depth of drafts, of which the cheapest for what runs is taken at every change;
     empty: nothing is drafted, and ``cost`` holds.  prefilled: running samples of each group; they share one prefill of
-    their prompt.
+    their prompt.  max_context: tokens that no sample outgrows.
     """
 
     cost: DecodeCost
@@ -209,12 +228,13 @@ class ContinuousBatching(Generic[R]):
     at_s: float = 0.0  # a boundary, which lies ahead during a prefill or a pause
     prompts_cached: bool = False  # no prompt is prefilled; a forecast of decoding alone
     steps: int = 0  # decode steps done at ``at_s``
-    context: float = 0  # tokens in the KV cache
+    context: float = 0  # of the running samples together, tokens
     running: list[tuple[int, int, Sample[R]]] = field(default_factory=list[tuple[int, int, Sample[R]]])
     waiting: list[tuple[float, int, Sample[R]]] = field(default_factory=list[tuple[float, int, Sample[R]]])
     weights: list[tuple[int, WeightIdentity]] = field(default_factory=list[tuple[int, WeightIdentity]])
     prefilled: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
     drafted: Sequence[DecodeCost] = ()
+    max_context: float = math.inf
     num_submitted: int = 0
     num_retracted: int = 0
 
@@ -235,14 +255,14 @@ class ContinuousBatching(Generic[R]):
         if not running:
             return None
         steps = running[0][0] - self.steps
-        room = self.cost.kv_capacity_tokens - self.context
+        room = self.cost.kv_capacity_tokens - self.held_tokens
         if room < steps * len(running) and len(running) > 1:
             steps = max(0, int(room // len(running)))
         return steps
 
     def boundary_s(self, steps: int) -> float:
         """When ``steps`` more steps are done."""
-        return self.at_s + self.cost.steps_s(len(self.running), self._read_tokens(), steps)
+        return self.at_s + self.cost.steps_s(len(self.running), self.held_tokens, steps)
 
     def steps_until(self, now_s: float) -> int:
         """Steps to the first boundary that is not before ``now_s``; while nothing runs, any time is a boundary."""
@@ -251,15 +271,17 @@ class ContinuousBatching(Generic[R]):
         if not self.running:
             self.at_s = now_s
             return 0
-        done = self.cost.steps_in(len(self.running), self._read_tokens(), now_s - self.at_s)
+        done = self.cost.steps_in(len(self.running), self.held_tokens, now_s - self.at_s)
         return math.ceil(done - STEP_ROUNDING)
 
-    def _read_tokens(self) -> float:
-        """Context that the next step reads; it grows by one token a sample and step, padded or not."""
-        if not self.cost.padded or not self.running:
-            return self.context
-        longest = self.steps + max(sample.context - sample.start_step for _, _, sample in self.running)
-        return longest * len(self.running)
+    @property
+    def held_tokens(self) -> float:
+        """In the KV cache, which the next step reads; one more for each sample and step, padded or not."""
+        return self._longest() * len(self.running) if self.cost.padded else self.context
+
+    def _longest(self) -> float:
+        """Context of the longest running sample."""
+        return max((self.steps + sample.context - sample.start_step for _, _, sample in self.running), default=0.0)
 
     def advance(self, steps: int, now_s: float) -> list[Sample[R]]:
         """``steps`` steps were done, and it is ``now_s``. Returns the samples that ended, in order of admission."""
@@ -286,19 +308,22 @@ class ContinuousBatching(Generic[R]):
 
     def admit(self) -> None:
         """Retract what the cache cannot hold for one more step, then fill free slots; prefill what was admitted."""
-        while len(self.running) > 1 and self.context + len(self.running) > self.cost.kv_capacity_tokens:
+        kv_tokens, padded = self.cost.kv_capacity_tokens, self.cost.padded
+        while is_full(len(self.running), self.held_tokens, kv_tokens):
             self._retract()
         prefill = 0.0
+        longest = self._longest() if padded else 0.0
         while self.waiting and len(self.running) < self.slots:
-            headroom = HEADROOM_TOKENS * (len(self.running) + 1)
-            needed = self.context + self.waiting[0][2].context + headroom
-            if self.running and needed > self.cost.kv_capacity_tokens:
+            samples, entering = len(self.running) + 1, self.waiting[0][2].context
+            longest = max(longest, entering)
+            held = samples * longest if padded else self.context + entering
+            if not has_room(samples, held, kv_tokens, self.max_context):
                 break
             _, order, sample = heapq.heappop(self.waiting)
             prefill += self._start(sample, order)
         self.at_s += (self.drafted[0] if self.drafted else self.cost).prefill_s(prefill)
         if self.drafted:
-            self.cost = cheapest(self.drafted, len(self.running), self._read_tokens())
+            self.cost = cheapest(self.drafted, len(self.running), self.held_tokens)
 
     def remove(self, wanted: Callable[[R], bool]) -> list[Sample[R]]:
         """Stop the samples of these requests, running or waiting, and return them."""
@@ -442,6 +467,7 @@ class Measurements(Struct, frozen=True, kw_only=True):
     config: dict[str, Any]  # the model's Hugging Face configuration
     context_tokens: int  # of the longest sample that was decoded
     kv_tokens: int = 0  # of context that the engine says its memory holds; 0: every sample has room of its own
+    kv_padded: bool = False  # there each sample takes as much as the longest
     decode: list[DecodeRun]
     prefill: list[PrefillRun]
     train: list[TrainRun] = msgspec.field(default_factory=list[TrainRun])

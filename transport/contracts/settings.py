@@ -227,7 +227,10 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
         "gain"  # gap: StreamRL's: one more while generation is slower by at least what it saves; docs/elastic.md
     )
     scaling_unit: AtLeast1 = 1  # workers that come or go together, e.g. those of one node
-    slots: AtLeast1 = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
+    slots: AtLeast1 = 64  # samples decoded together, where memory holds them
+    kv_tokens: AtLeast0 = (
+        0  # embedded, emulated: of context that an engine's memory holds, samples times the longest; 0: all slots
+    )
     dtype: Literal["bfloat16", "float32"] = (
         "bfloat16"  # of the weights that generate, and are published; a CPU without bf16 computes with them in float32
     )
@@ -517,7 +520,7 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
     kv_token_s: NotNegative = 0.0  # reading one token of context
     prefill_token_s: NotNegative = 0.0  # arithmetic of one token of a prompt
     kv_capacity_tokens: NotNegative = 0.0  # tokens of context that fit into memory; 0: no limit
-    padded: bool = False  # samples are read as if all were as long as the longest; plans of dispatch do not heed it
+    padded: bool = False  # samples are read and held as if all were as long as the longest; plans heed the second
     train_token_s: NotNegative = 0.0  # of the trainer, all ranks together; 0: plans look at the end of generation alone
 
 

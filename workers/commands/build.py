@@ -258,7 +258,15 @@ def engine_of(
     if generation.engine == "emulated":
         from workers.generation.emulated import EmulatedEngine
 
-        return EmulatedEngine(settings.emulated, generation.slots, clock, drafts=generation.drafts, fp8=generation.fp8)
+        return EmulatedEngine(
+            settings.emulated,
+            generation.slots,
+            clock,
+            drafts=generation.drafts,
+            fp8=generation.fp8,
+            kv_tokens=generation.kv_tokens,
+            max_context=generation.max_context,
+        )
     if generation.engine == "embedded":
         from workers.generation.embedded.engine import EmbeddedEngine
 

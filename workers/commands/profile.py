@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 import numpy as np
 
-from transport.contracts.continuous_batching import DecodeRun, Measurements, PrefillRun, TrainRun
+from transport.contracts.continuous_batching import DecodeRun, Measurements, PrefillRun, TrainRun, has_room
 from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import DEFAULT_CONTEXT, SERVER_ENGINES, Settings
 from transport.contracts.types import GroupId, SamplingParams, row_id
@@ -43,7 +43,7 @@ from transport.process.programs import python_module, usable_cores
 from transport.process.secret import ENGINE_KEY, read_secret
 from workers.commands.build import ServerChoice, engine_of
 from workers.errors import ModelError
-from workers.generation.engine import Completion, GenerationEngine, GenerationRequest, serving
+from workers.generation.engine import Completion, EngineInfo, GenerationEngine, GenerationRequest, serving
 from workers.models import choose_device
 from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.weights.publish import WeightPublisher
@@ -70,7 +70,7 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
     engine = engine_of(msgspec.structs.replace(settings, generation=undrafted), directory, log, False, server)
     async with serving(engine) as info:
         limit = min(info.max_context, generation.max_context or DEFAULT_CONTEXT)
-        measured = EngineProfile(engine, info.capacity, limit, info.kv_tokens, say)
+        measured = EngineProfile(engine, info, limit, say)
         if not measured.prompts:
             needed = PROMPTS[0] + LONG_TOKENS
             raise ModelError(f"samples of {limit} tokens are too short to profile: {needed} are needed")
@@ -84,6 +84,7 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
             host=socket.gethostname(),
             config=json.loads((directory / "config.json").read_text()),
             kv_tokens=info.kv_tokens,
+            kv_padded=info.kv_padded,
             context_tokens=max(measured.prompts) + LONG_TOKENS,
             decode=decode,
             prefill=prefill,
@@ -170,15 +171,13 @@ class EngineProfile:
     def __init__(
         self,
         engine: GenerationEngine,
-        capacity: int,
+        info: EngineInfo,
         max_context: int,
-        kv_tokens: int,
         say: Callable[[str], None],
     ) -> None:
-        """max_context: tokens of the longest sample of a run.  kv_tokens: of all together; 0: no limit."""
-        self._engine = engine
-        self._batches = [batch for batch in BATCHES if batch <= capacity]
-        self._kv_tokens = kv_tokens or float("inf")
+        """max_context: tokens of the longest sample of a run."""
+        self._engine, self._info = engine, info
+        self._batches = [batch for batch in BATCHES if batch <= info.capacity]
         self._short = [tokens for tokens in PROMPTS if tokens + LONG_TOKENS <= max_context]
         self.prompts = self._short + longer_prompts(max_context)
         self._say = say
@@ -240,14 +239,20 @@ class EngineProfile:
         few = sorted({self._batches[0], self._batches[len(self._batches) // 2], self._batches[-1]})
         wanted = [(prompts, batch) for batch in self._batches for prompts in (*short, mixed) if batch >= len(prompts)]
         wanted += [((tokens,), batch) for batch in few for tokens in self.prompts[len(self._short) :]]
-        return [
-            (prompts, batch) for prompts, batch in wanted if batch * (fmean(prompts) + LONG_TOKENS) <= self._kv_tokens
-        ]
+        return [(prompts, batch) for prompts, batch in wanted if self._fits(prompts, batch)]
+
+    def _fits(self, prompts: Sequence[int], batch: int) -> bool:
+        """Whether memory holds the batch to its end; where it is padded, whether all of it is admitted at once."""
+        kv_tokens = self._info.kv_tokens or float("inf")
+        if self._info.kv_padded:
+            return has_room(batch, batch * max(prompts), kv_tokens)
+        return batch * (fmean(prompts) + LONG_TOKENS) <= kv_tokens
 
     async def beside(self) -> float:
         """Seconds of one batch, for comparisons with itself."""
-        batch = max(batch for batch in self._batches if batch <= BESIDE_BATCH)
-        return await self.seconds(((self.prompts[0],), batch, LONG_TOKENS))
+        prompts = self.prompts[:1]
+        batch = max(batch for batch in self._batches if batch <= BESIDE_BATCH and self._fits(prompts, batch))
+        return await self.seconds(((*prompts,), batch, LONG_TOKENS))
 
     async def _medians(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
         """Seconds of each."""

@@ -66,19 +66,26 @@ class EmulatedEngine:
         weights: WeightIdentity = BASE_WEIGHTS,
         drafts: int = 0,
         fp8: Fp8 = BF16,
+        kv_tokens: int = 0,
+        max_context: int = 0,
     ) -> None:
         """drafts: tokens drafted for a sample and step, at most, as deep as it pays.  fp8: logprobs are off by
-        ``costs.fp8_mismatch``; how quick its hardware is with fp8, ``costs`` say."""
+        ``costs.fp8_mismatch``; how quick its hardware is with fp8, ``costs`` say.  kv_tokens: of context that its
+        memory holds, each sample like the longest, prompts included; 0: all slots.  max_context: tokens that no
+        sample outgrows; 0: there is no limit."""
         scale = costs.time_scale
         self._cost = DecodeCost(
             fixed_s=costs.step_s * scale,
             sample_s=costs.sample_step_s * scale,
             prefill_token_s=costs.prefill_token_s * scale,
+            kv_capacity_tokens=kv_tokens or math.inf,
+            padded=kv_tokens > 0,
         )
+        self._kv_tokens = kv_tokens
         self._load_s = costs.load_s * scale
         self._logprob = EMULATED_LOGPROB - (costs.fp8_mismatch if fp8 else 0.0)
         self._clock = clock
-        self._batching = ContinuousBatching[GenerationRequest](self._cost, slots)
+        self._batching = ContinuousBatching[GenerationRequest](self._cost, slots, max_context=max_context or math.inf)
         if drafts:
             drafting = Drafts(acceptance=costs.draft_acceptance, max_tokens=drafts)
             self._batching.drafted = drafting.costs(self._cost)
@@ -95,11 +102,16 @@ class EmulatedEngine:
         self._batching.at_s = self._clock.now_s()
         self._results.serving = asyncio.create_task(self._decode(), name="emulated")
         return EngineInfo(
-            name="emulated", capacity=self._batching.slots, max_context=MAX_CONTEXT, vocab_size=VOCABULARY
+            name="emulated",
+            capacity=self._batching.slots,
+            max_context=MAX_CONTEXT,
+            vocab_size=VOCABULARY,
+            kv_tokens=self._kv_tokens,
+            kv_padded=self._cost.padded,
         )
 
     def submit(self, request: GenerationRequest) -> None:
-        prompt_tokens = len(request.prompt_ids) if self._cost.prefill_token_s else 0
+        prompt_tokens = len(request.prompt_ids) if self._cost.prefill_token_s or self._kv_tokens else 0
         now_s = self._clock.now_s()
         for sample in request.samples:
             length = request.limit(sample)
@@ -120,7 +132,8 @@ class EmulatedEngine:
     async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
         batching, found = self._batching, list[Progress]()
         steps = max(0, batching.steps_until(self._clock.now_s()) - 1) if batching.running else 0  # those that are done
-        for sample, weights in batching.so_far(min(steps, (batching.next_steps() or 1) - 1)):
+        retracted = [(sample, sample.spans) for _, _, sample in batching.waiting if sample.admitted_s is not None]
+        for sample, weights in (*batching.so_far(min(steps, (batching.next_steps() or 1) - 1)), *retracted):
             spans, request = version_spans(weights), sample.request
             key = (*request.key, sample.sample)
             start, end = known.get(key, 0), spans[-1].end if spans else 0
@@ -156,6 +169,8 @@ class EmulatedEngine:
             waiting=len(batching.waiting),
             busy_s=self._busy_s + running_s,
             tokens=self._tokens,
+            kv_use=min(1.0, batching.held_tokens / self._kv_tokens) if self._kv_tokens else 0.0,
+            retracted_samples=batching.num_retracted,
         )
 
     async def close(self) -> None:

@@ -170,7 +170,7 @@ class Completion:
     segments: who chose which tokens, in order, covering [0, R); none: the policy chose all.
     reward: what an environment gave, None where none did.
     branch_ends: of one that is several samples, where each ends in [0, R]; none: it is one.
-    resumed: first tokens that it went on from.
+    resumed: first tokens that it went on from, of an earlier attempt.
     """
 
     group_id: GroupId
@@ -233,6 +233,7 @@ class Progress:
 class EngineInfo:
     """capacity: samples decoded together.  max_context: prompt + response, tokens.  vocab_size: tokens.
     kv_tokens: of context that memory holds for all samples together; 0: every sample has room of its own.
+    kv_padded: there each sample takes as much as the longest.
     """
 
     name: str
@@ -240,6 +241,7 @@ class EngineInfo:
     max_context: int
     vocab_size: int
     kv_tokens: int = 0
+    kv_padded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +249,8 @@ class EngineLoad:
     """running, waiting: samples.  busy_s: seconds spent computing.  tokens: generated so far (all samples).
     capacity: samples that fit now, where memory is shorter than slots; 0: all slots.  cached_tokens: of prompts, taken
     from a cache so far.  kv_use: part of the KV memory in use, 0 to 1.  drafted_tokens: computed so far because a draft
-    said so.  accepted_tokens: those of them that were drawn.
+    said so.  accepted_tokens: those of them that were drawn.  retracted_samples: how often so far a sample gave up its
+    slot because memory was full, and waited again.
     """
 
     running: int
@@ -259,6 +262,7 @@ class EngineLoad:
     kv_use: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    retracted_samples: int = 0
 
 
 class GenerationEngine(Protocol):
@@ -277,14 +281,14 @@ class GenerationEngine(Protocol):
         ...
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
-        """Stop these (group, attempt)s. Running samples come out with finish_reason "abort" and their partial tokens,
-        waiting ones in an EngineFailure: every submitted sample comes out exactly once.
+        """Stop these (group, attempt)s. Samples that have begun come out with finish_reason "abort" and their partial
+        tokens, others in an EngineFailure: every submitted sample comes out exactly once.
         """
         ...
 
     async def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
-        """What running samples have got beyond the first ``known`` tokens of each (of any other, all), as of now;
-        nothing of one that is about to end, or that an environment takes part in.
+        """What samples that have begun have got beyond the first ``known`` tokens of each (of any other, all), as of
+        now; nothing of one that is about to end, or that an environment takes part in.
         """
         ...
 

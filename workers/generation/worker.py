@@ -378,6 +378,7 @@ class GenerationWorker:
                 "cached_tokens": float(load.cached_tokens),
                 "drafted_tokens": float(load.drafted_tokens),
                 "accepted_tokens": float(load.accepted_tokens),
+                "retracted_samples": float(load.retracted_samples),
             },
             kv_use=load.kv_use,
             way=self._updates.way,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from operator import mul
 
 from orchestrator.core.dispatch.probes import follow_longest, probe_pays
 from orchestrator.core.model.groups import MISSING, Batch, Group, Lane, Stage
@@ -313,8 +314,10 @@ def use_plan(p: Pipeline, event: PlanComputed) -> None:
         for rank, group in enumerate(groups):
             enqueue_for(p, worker.worker_id, group, rank)
         p.plans.limits[worker.worker_id] = min(worker.capacity, sum(group.num_missing for group in groups))
-        context = sum(group.num_missing * (group.prompt_tokens + group.predicted_tokens / 2) for group in groups)
-        p.plans.note_share(worker.worker_id, crowded=context > p.settings.decode_cost.kv_capacity_tokens)
+        cost, samples = p.settings.decode_cost, [group.num_missing for group in groups]
+        halfway = [group.prompt_tokens + group.predicted_tokens / 2 for group in groups]
+        held = sum(samples) * max(halfway, default=0) if cost.padded else sum(map(mul, samples, halfway))
+        p.plans.note_share(worker.worker_id, crowded=held > cost.kv_capacity_tokens)
 
 
 def expire_plans(p: Pipeline) -> None:

@@ -194,6 +194,7 @@ def pace_of(
     """
     tokens, longest = float(sum(lengths)), max(lengths)
     context = sum(length * (prompt_tokens + length / 2) for length in lengths)
+    held = tokens * (prompt_tokens + longest) if cost.padded else context + prompt_tokens * len(lengths)
 
     def keeps_up(workers: int, period_s: float) -> bool:
         share = workers * period_s
@@ -201,7 +202,7 @@ def pace_of(
         return (
             longest * step_s <= (max_staleness + 1) * period_s
             and tokens * step_s <= max_running * share
-            and (context + prompt_tokens * len(lengths)) * step_s <= cost.kv_capacity_tokens * share
+            and held * step_s <= cost.kv_capacity_tokens * share
         )
 
     def seconds(workers: int) -> float:

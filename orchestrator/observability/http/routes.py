@@ -220,6 +220,7 @@ WORKER_COUNTERS = {
     "tokens": "Tokens since the worker started.",
     "drafted_tokens": "Tokens that a draft said would come, and that were computed, since the worker started.",
     "accepted_tokens": "Those of them that the policy drew.",
+    "retracted_samples": "How often a sample gave up its slot for others because KV memory was full.",
 }
 
 

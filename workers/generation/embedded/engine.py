@@ -125,15 +125,27 @@ def _placed(model: Any, device: torch.device) -> Any:
         raise ModelError(f"the model does not fit into the memory of {device} (generation.device): {reason}") from error
 
 
-def check_memory(model: LoadedModel, slots: int) -> None:
-    """Check that KV memory of ``slots`` full slots fits now, not in the middle of a run. Raises ModelError."""
+def check_memory(model: LoadedModel, slots: int, kv_tokens: int = 0) -> None:
+    """Check that KV memory of ``slots`` full slots, or of ``kv_tokens`` tokens, fits now, not in the middle of a run.
+    Raises ModelError.
+    """
+    context = model.max_context
+    if 0 < kv_tokens < context:
+        raise ModelError(
+            f"generation.kv_tokens is {kv_tokens}, and one sample may take {context} tokens: raise it to that, or set "
+            "generation.max_context to what prompt and response need"
+        )
     parameter = next(iter(model.parameters.values()))
-    needed = model.forward.kv_shape.num_bytes(slots, model.max_context, parameter.dtype)
+    what, instead = f"{slots} slots of {context} tokens", "set generation.kv_tokens, or lower generation.slots or"
+    tokens = slots * context
+    if 0 < kv_tokens < tokens:
+        what, instead, tokens = f"{kv_tokens} tokens", "lower generation.kv_tokens or", kv_tokens
+    needed = model.forward.kv_shape.num_bytes(slots, tokens, parameter.dtype)
     available = _free_bytes(parameter.device)
     if needed > available:
         raise ModelError(
-            f"{slots} slots of {model.max_context} tokens need {needed / 1e9:.1f} GB of KV memory, and "
-            f"{available / 1e9:.1f} GB are free: lower generation.slots or generation.max_context"
+            f"{what} need {needed / 1e9:.1f} GB of KV memory, and {available / 1e9:.1f} GB are free: {instead} "
+            "generation.max_context"
         )
 
 
@@ -154,9 +166,10 @@ def make_decoder(
     stops: StopStrings = NO_STOPS,
     drafts: int = 0,
     draft_memory: int = 0,
+    kv_tokens: int = 0,
 ) -> SlotDecoder:
     """drafts: tokens drafted for a sample and step, at most; where there are any, steps are timed first."""
-    decoder = SlotDecoder(model, slots=slots, weights=BASE_WEIGHTS, clock=clock, stops=stops)
+    decoder = SlotDecoder(model, slots=slots, weights=BASE_WEIGHTS, clock=clock, stops=stops, kv_tokens=kv_tokens)
     if drafts:
         started_s = clock.now_s()
         step_s = decoder.measure_steps(drafts)
@@ -203,7 +216,12 @@ class EmbeddedEngine:
         self._work = self._executor.submit(self._serve, decoder, loop)
         self._results.serving = asyncio.wrap_future(self._work)
         return EngineInfo(
-            name="embedded", capacity=decoder.slots, max_context=decoder.max_context, vocab_size=decoder.vocab_size
+            name="embedded",
+            capacity=decoder.slots,
+            max_context=decoder.max_context,
+            vocab_size=decoder.vocab_size,
+            kv_tokens=decoder.kv_tokens,
+            kv_padded=True,
         )
 
     def submit(self, request: GenerationRequest) -> None:
@@ -254,15 +272,19 @@ class EmbeddedEngine:
         return AdaptedWeights(self._base, here, lora)
 
     def load(self) -> EngineLoad:
-        running = self._decoder.num_running if self._decoder else 0
+        if (decoder := self._decoder) is None:
+            return EngineLoad(running=0, waiting=self._outstanding, busy_s=0.0, tokens=0)
+        running = decoder.num_running
         return EngineLoad(
             running=running,
             waiting=max(self._outstanding - running, 0),
             busy_s=self._busy_s,
-            tokens=self._decoder.tokens if self._decoder else 0,
-            cached_tokens=self._decoder.reused_tokens if self._decoder else 0,
-            drafted_tokens=self._decoder.drafted if self._decoder else 0,
-            accepted_tokens=self._decoder.accepted if self._decoder else 0,
+            tokens=decoder.tokens,
+            cached_tokens=decoder.reused_tokens,
+            kv_use=decoder.held_tokens / decoder.kv_tokens if decoder.kv_tokens else 0.0,
+            drafted_tokens=decoder.drafted,
+            accepted_tokens=decoder.accepted,
+            retracted_samples=decoder.num_retracted,
         )
 
     async def close(self) -> None:
@@ -313,7 +335,7 @@ class EmbeddedEngine:
             max_context=settings.max_context,
             trust_remote_code=self._trust_remote_code,
         )
-        check_memory(model, settings.slots)
+        check_memory(model, settings.slots, settings.kv_tokens)
         stops = StopStrings.of(self._directory, settings.stop)
         return make_decoder(
             model,
@@ -322,6 +344,7 @@ class EmbeddedEngine:
             stops=stops,
             drafts=settings.drafts,
             draft_memory=settings.draft_memory,
+            kv_tokens=settings.kv_tokens,
         )
 
     def _serve(self, decoder: SlotDecoder, loop: asyncio.AbstractEventLoop) -> None:

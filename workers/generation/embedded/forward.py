@@ -32,6 +32,8 @@ from workers.generation.embedded.products import Linear, enough_rows
 FIRST_CAPACITY = 128
 """Tokens a slot can hold at first; it doubles on demand, because with T innermost a page of every key row is touched
 however short the samples are (64 slots of SmolLM2 at 2048 tokens: 1.5 GB)."""
+LIMITED_STEP = 256
+"""Tokens by which it grows where memory is too short for doubling: what all slots could take then is worth a copy."""
 ROW_PAD = 32
 """Spare tokens at the end of a row: rows a power of two apart would fall into the same cache sets."""
 
@@ -45,25 +47,31 @@ class KVShape:
     head_dim: int
 
     def num_bytes(self, slots: int, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of ``slots`` slots of ``tokens`` tokens."""
-        return 2 * self.layers * self.heads * self.head_dim * slots * (tokens + ROW_PAD) * dtype.itemsize
+        """Bytes of keys and values of ``slots`` slots of ``tokens`` tokens together."""
+        return 2 * self.layers * self.heads * self.head_dim * (tokens + slots * ROW_PAD) * dtype.itemsize
 
 
 class SlotKV:
-    """Static KV memory of S slots. ``max_tokens`` bounds it; see KVShape.num_bytes.
+    """Static KV memory of up to ``max_slots`` slots of up to ``max_tokens`` tokens; see KVShape.num_bytes.
 
+    limit: tokens, all slots together, at least ``max_tokens``; 0: as many as they may take. Where that is less, there
+    are the more slots the shorter they are: slots * capacity never is above it.
     keys, values: of each layer, [S, H, T, D]. Of the keys T is innermost in memory: a decode step multiplies [G, D] by
     [D, T], and that way the product took half the time on a CPU (bf16, 32 slots, 96 tokens: 8.9 against 13.3 ms over 30
     layers).
     """
 
     def __init__(
-        self, shape: KVShape, *, slots: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+        self, shape: KVShape, *, slots: int, max_tokens: int, dtype: torch.dtype, device: torch.device, limit: int = 0
     ) -> None:
+        if 0 < limit < max_tokens:
+            raise ValueError(f"{limit} tokens do not hold one slot of {max_tokens}")
         self.shape = shape
-        self.slots = slots
+        self.max_slots = slots
         self.max_tokens = max_tokens
+        self.limit = limit or slots * max_tokens
         self.capacity = min(FIRST_CAPACITY, max_tokens)
+        self.slots = min(slots, self.limit // self.capacity)
         self._dtype, self._device = dtype, device
         self.keys = [self._zeros(transposed=True) for _ in range(shape.layers)]
         self.values = [self._zeros(transposed=False) for _ in range(shape.layers)]
@@ -74,21 +82,37 @@ class SlotKV:
         memory = torch.zeros(self.slots, self.shape.heads, *tail, dtype=self._dtype, device=self._device)
         return memory.transpose(2, 3) if transposed else memory
 
-    def reserve(self, tokens: int, num_slots: int) -> None:
-        """Make room for ``tokens`` tokens in every slot, keeping slots [0, num_slots); a layer at a time."""
-        if tokens <= self.capacity:
+    def reserve(self, tokens: int, num_slots: int, keep: int) -> None:
+        """Make room for ``tokens`` tokens in each of slots [0, num_slots), keeping slots [0, keep), none of which is
+        longer; a layer at a time."""
+        capacity = self._capacity_for(tokens, num_slots)
+        if capacity == self.capacity and self.slots * capacity <= self.limit:
             return
-        if tokens > self.max_tokens:
-            raise ValueError(f"{tokens} tokens do not fit into slots of {self.max_tokens}")
-        old = self.capacity
-        self.capacity = min(max(tokens, 2 * old), self.max_tokens)
+        kept = min(self.capacity, capacity)
+        self.capacity, self.slots = capacity, min(self.max_slots, self.limit // capacity)
         for layers, transposed in ((self.keys, True), (self.values, False)):
             for layer, memory in enumerate(layers):
                 layers[layer] = self._zeros(transposed=transposed)
-                layers[layer][:num_slots, :, :old] = memory[:num_slots, :, :old]
+                layers[layer][:keep, :, :kept] = memory[:keep, :, :kept]
                 del memory
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # too short for what is asked for later: to whom shares the GPU it is of use
+
+    def _capacity_for(self, tokens: int, num_slots: int) -> int:
+        """The present one while it will do; else twice as much while memory holds that, else what leaves room for more
+        slots."""
+        if num_slots > self.max_slots or tokens > self.max_tokens or num_slots * tokens > self.limit:
+            raise ValueError(
+                f"{num_slots} slots of {tokens} tokens do not fit into {self.max_slots} of {self.max_tokens}, "
+                f"{self.limit} tokens together"
+            )
+        if tokens <= self.capacity and num_slots * self.capacity <= self.limit:
+            return self.capacity
+        doubled = min(max(tokens, 2 * self.capacity), self.max_tokens)
+        if tokens > self.capacity and self.max_slots * doubled <= self.limit:
+            return doubled
+        stepped = -(-tokens // LIMITED_STEP) * LIMITED_STEP
+        return min(stepped, self.limit // num_slots, self.max_tokens)
 
     def append(
         self, layer: int, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

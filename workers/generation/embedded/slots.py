@@ -7,8 +7,14 @@ depends on (seed, sample, position) alone, so neither batch neighbours, slot num
 remains of a neighbour is the rounding of a GEMM of another shape.
 
     submit ─► waiting ─► step: admit, one forward pass, draw, hand out what ended, close the gaps
-                           │ the prompt of a new group is computed once and written to all its slots
-                           └ if they were too few, it is kept for the group's other samples
+                 ▲         │ the prompt of a new group is computed once and written to all its slots
+                 │         └ if they were too few, it is kept for the group's other samples
+                 └──────── retracted: the slots outgrow ``kv_tokens``
+
+Where memory does not hold all slots at their longest, samples start and are retracted by the rules of
+``ContinuousBatching``, its model, each counted like the longest, as memory is padded. A retracted one waits again with
+what it has, before what came after it, and is computed again as if that were of its prompt; it keeps its place in
+time, tokens, logprobs and weights, and is not one that another engine began.
 
 Where ``Drafting`` says so, a slot computes several tokens in one pass: its last one, and what a draft says comes after
 it. Each is drawn as ever, from the policy's logits with the number of its position, and while it is what the draft
@@ -26,10 +32,9 @@ Source: ours; continuous batching as in Orca (OSDI 2022), prompts and decode tok
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +43,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transport.contracts.continuous_batching import num_drafted
+from transport.contracts.continuous_batching import has_room, is_full, num_drafted
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
 from transport.rows.partial import NOTHING, Beginning, clipped
@@ -206,16 +211,19 @@ MAX_DECODE_ROWS = 128
 
 @dataclass(slots=True, kw_only=True)
 class WaitingGroup:
-    """A group with samples that have no slot yet. samples: those, in order.  kept: of its prompt, once it was computed:
-    keys and values, and the logits [1, V] of its last token.  begun: what its one sample goes on from, as if that were
-    of the prompt.
+    """A group with samples that have no slot. samples: those, in order.  order: of the first of them, among all that
+    were submitted.  kept: of its prompt, once it was computed: keys and values, and the logits [1, V] of its last
+    token.  begun: what its one sample goes on from, as if that were of the prompt.  retracted: that sample, if it ran
+    here.
     """
 
     request: GenerationRequest
     samples: list[int]
+    order: int
     queued_at_s: float
     kept: tuple[Sequence[torch.Tensor], torch.Tensor] | None = None
     begun: Beginning = NOTHING
+    retracted: RunningSample | None = None
 
     @property
     def input_ids(self) -> NDArray[np.int32]:
@@ -229,7 +237,7 @@ class WaitingGroup:
 
 
 class WaitingGroups:
-    """Groups by priority, then in order of arrival; a started group comes before all others.
+    """Groups by priority, then in order of arrival; a started group comes before all others but what was retracted.
 
     So at most one group has a kept prompt, which bounds the memory. The price: up to ``group_size`` samples of a lower
     priority may go before a higher one that came later.
@@ -237,40 +245,59 @@ class WaitingGroups:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, WaitingGroup]] = []
-        self._order = itertools.count()
         self.started: WaitingGroup | None = None
 
     def __bool__(self) -> bool:
         return bool(self.started or self._heap)
 
+    def __iter__(self) -> Iterator[WaitingGroup]:
+        """In no order."""
+        return iter([*([self.started] if self.started else []), *(group for _, _, group in self._heap)])
+
     def push(self, group: WaitingGroup) -> None:
-        heapq.heappush(self._heap, (-group.request.priority, next(self._order), group))
+        heapq.heappush(self._heap, (*_place(group), group))
 
     def first(self) -> WaitingGroup | None:
-        """The group to admit next; from now on it is the started one."""
-        if self.started is None and self._heap:
-            self.started = heapq.heappop(self._heap)[2]
-        return self.started
+        """The group to admit next."""
+        if self.started is None:
+            return self._heap[0][2] if self._heap else None
+        return self._heap[0][2] if self._retracted_first() else self.started
+
+    def _retracted_first(self) -> bool:
+        return bool(
+            self.started is not None
+            and self._heap
+            and self._heap[0][2].retracted is not None
+            and self._heap[0][:2] < _place(self.started)
+        )
 
     def take(self, count: int) -> list[int]:
-        """Up to ``count`` samples of the started group; once it has none left, it is gone from here."""
+        """Up to ``count`` samples of the first group, which is the started one while it has some left."""
         group = self.first()
         if group is None:
             raise ValueError("no group is waiting")
+        if group is not self.started:
+            heapq.heappop(self._heap)
         taken, group.samples = group.samples[:count], group.samples[count:]
-        if not group.samples:
+        group.order += len(taken)
+        if group.samples:
+            self.started = group
+        elif group is self.started:
             self.started = None
         return taken
 
     def remove(self, keys: Collection[tuple[GroupId, int]]) -> list[WaitingGroup]:
         """Take these (group, attempt)s out."""
-        waiting = ([self.started] if self.started else []) + [group for _, _, group in self._heap]
-        removed = [group for group in waiting if group.request.key in keys]
+        removed = [group for group in self if group.request.key in keys]
         if self.started in removed:
             self.started = None
         self._heap = [entry for entry in self._heap if entry[2].request.key not in keys]
         heapq.heapify(self._heap)
         return removed
+
+
+def _place(group: WaitingGroup) -> tuple[float, int]:
+    return -group.request.priority, group.order
 
 
 KEPT_SHARE = 0.25
@@ -300,7 +327,7 @@ class KeptTurns:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._turns: dict[TurnKey, KeptTurn] = {}
         self._tokens = 0
         self.reused_tokens = 0
@@ -309,7 +336,7 @@ class KeptTurns:
         self._remove(key)
         self._turns[key] = turn
         self._tokens += len(turn.token_ids)
-        while self._tokens > self._max_tokens:
+        while self._tokens > self.max_tokens:
             self._remove(next(iter(self._turns)))
 
     def begins(self, request: GenerationRequest) -> KeptTurn | None:
@@ -342,13 +369,15 @@ class KeptTurns:
 
 @dataclass(slots=True, kw_only=True)
 class RunningSample:
-    """One sample in a slot. limit: new tokens.  spans: (first token, weights), one more at each change of weights.
-    weights: at its admission.  unfed: last tokens of its prompt that no step has computed yet.  resumed: tokens that it
-    went on from.  text: where drafts for it are looked up.
+    """One sample in a slot. order: its place among all that were submitted.  limit: new tokens.  spans: (first token,
+    weights), one more at each change of weights.  queued_s, admitted_at_s: at its first admission.  weights: at its
+    last one.  unfed: last tokens of its prompt that no step has computed yet.  resumed: tokens that it went on from,
+    when it came.  text: where drafts for it are looked up.
     """
 
     request: GenerationRequest
     sample: int
+    order: int
     limit: int
     queued_s: float
     admitted_at_s: float
@@ -369,6 +398,29 @@ class RunningSample:
     def kv_tokens(self) -> int:
         """Tokens in its slot: the last drawn one is written by the next step."""
         return len(self.request.prompt_ids) - self.unfed + max(len(self.token_ids) - 1, 0)
+
+    @property
+    def context(self) -> int:
+        """Those, and the last drawn one: what the limit of memory counts."""
+        return len(self.request.prompt_ids) - self.unfed + len(self.token_ids)
+
+    def waiting(self) -> WaitingGroup:
+        """It waits again, with what it has; nothing while it is still fed what was said to it."""
+        begun = NOTHING
+        if self.token_ids:
+            begun = Beginning(
+                token_ids=np.array(self.token_ids, dtype=np.int32),
+                logprobs=np.array(self.logprobs, dtype=np.float32),
+                spans=self.version_spans(),
+            )
+        return WaitingGroup(
+            request=self.request,
+            samples=[self.sample],
+            order=self.order,
+            queued_at_s=self.admitted_at_s,
+            begun=begun,
+            retracted=self,
+        )
 
     def add(self, token_id: int, logprob: float, weights: WeightIdentity) -> None:
         if not self.spans or self.spans[-1][1] != weights:
@@ -481,8 +533,11 @@ class SlotDecoder:
     """``slots`` samples at once over one model. Not thread-safe: one thread calls everything.
 
     weights: the identity of what the model's parameters hold; ``load_weights`` writes into them.
+    kv_tokens: what its slots hold together, and turns that may be continued; 0: all slots, each ``max_context``. The
+    prompt of a group that is partly admitted is kept beside it.
     tokens: drawn so far, of all samples.  prefill_tokens: of prompts, computed so far; a kept prompt costs none.
     drafted: tokens that were computed because a draft said so.  accepted: those of them that the policy drew.
+    num_retracted: how often a sample gave up its slot for others.
     """
 
     def __init__(
@@ -493,20 +548,30 @@ class SlotDecoder:
         weights: WeightIdentity,
         clock: Clock,
         stops: StopStrings = NO_STOPS,
+        kv_tokens: int = 0,
     ) -> None:
+        """kv_tokens: at least a whole context, or 0."""
         like = next(iter(model.parameters.values()))
         self.slots, self.max_context, self.vocab_size = slots, model.max_context, model.vocab_size
         self.weights, self._stops = weights, stops
-        self.tokens = self.prefill_tokens = self.drafted = self.accepted = 0
+        self.tokens = self.prefill_tokens = self.drafted = self.accepted = self.num_retracted = 0
         self.drafting: Drafting | None = None
         """Whether, from where and how deep samples are drafted that begin from now on; set while none runs."""
         self._forward, self.parameters, self._clock = model.forward, model.parameters, clock
         self._device = like.device
+        self.kv_tokens = kv_tokens if kv_tokens < slots * model.max_context else 0
         self._kv = SlotKV(
-            model.forward.kv_shape, slots=slots, max_tokens=model.max_context, dtype=like.dtype, device=like.device
+            model.forward.kv_shape,
+            slots=slots,
+            max_tokens=model.max_context,
+            dtype=like.dtype,
+            device=like.device,
+            limit=self.kv_tokens,
         )
         self._waiting = WaitingGroups()
-        self._kept = KeptTurns(int(KEPT_SHARE * slots * model.max_context))
+        self._num_submitted = 0
+        kept = int(KEPT_SHARE * self._kv.limit)
+        self._kept = KeptTurns(min(kept, self.kv_tokens - model.max_context) if self.kv_tokens else kept)
         self._running: list[RunningSample] = []
         self.told: list[Callable[[], None]] = []
         """What is to be called, on the loop, of samples whose tokens are wanted as they come."""
@@ -522,6 +587,15 @@ class SlotDecoder:
         return self._kept.reused_tokens
 
     @property
+    def held_tokens(self) -> int:
+        """Of the limit, that running samples take: each as much as the longest."""
+        return len(self._running) * self._longest()
+
+    def _longest(self, tokens: int = 0) -> int:
+        """Context of the longest running sample, and of one with ``tokens`` beside them."""
+        return max([tokens, *(sample.context for sample in self._running)])
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
@@ -535,36 +609,44 @@ class SlotDecoder:
         reason = request.why_impossible(max_context=self.max_context, vocab_size=self.vocab_size)
         if reason:
             return [request.failure(request.samples, reason, retryable=False)]
-        now_s = self._clock.now_s()
+        if request.keep and self.kv_tokens:  # from the first one on, turns have their part of a limited memory
+            self._kv.limit = self.kv_tokens - self._kept.max_tokens
         for sample, begun in request.begun.items():
-            self._waiting.push(WaitingGroup(request=request, samples=[sample], queued_at_s=now_s, begun=begun))
-        fresh = [sample for sample in request.samples if sample not in request.begun]
-        if fresh:
-            self._waiting.push(WaitingGroup(request=request, samples=fresh, queued_at_s=now_s))
+            self._queue(request, [sample], begun)
+        if fresh := [sample for sample in request.samples if sample not in request.begun]:
+            self._queue(request, fresh)
         return []
+
+    def _queue(self, request: GenerationRequest, samples: list[int], begun: Beginning = NOTHING) -> None:
+        order, now_s = self._num_submitted, self._clock.now_s()
+        self._num_submitted += len(samples)
+        self._waiting.push(WaitingGroup(request=request, samples=samples, order=order, queued_at_s=now_s, begun=begun))
 
     def progress(self, known: Mapping[SampleKey, int]) -> list[Progress]:
         """As GenerationEngine.progress. A turn that may be continued is of an episode, which keeps its own."""
         found: list[Progress] = []
-        for running in self._running:
-            start = known.get((*running.request.key, running.sample), 0)
-            if len(running.token_ids) > start and not running.request.keep:
-                found.append(running.progress(start))
+        retracted = [group.retracted for group in self._waiting if group.retracted is not None]
+        for begun in (*self._running, *retracted):
+            start = known.get((*begun.request.key, begun.sample), 0)
+            if len(begun.token_ids) > start and not begun.request.keep:
+                found.append(begun.progress(start))
         return found
 
     def abort(self, keys: Collection[tuple[GroupId, int]]) -> list[Result]:
-        """Stop these (group, attempt)s: running samples come out with what they have, waiting ones as a failure."""
+        """Stop these (group, attempt)s: samples that have begun come out with what they have, others as a failure."""
         self._kept.drop(keys)
         waiting = self._waiting.remove(keys)
-        results: list[Result] = [group.request.failure(group.samples, ABORTED_UNSTARTED) for group in waiting]
+        results: list[Result] = [
+            group.request.failure(group.samples, ABORTED_UNSTARTED) for group in waiting if group.retracted is None
+        ]
         now_s = self._clock.now_s()
         stopped = [slot for slot, sample in enumerate(self._running) if sample.request.key in keys]
-        for slot in reversed(stopped):
-            left = self._leave(slot)
-            if left.token_ids:
-                results.append(left.completion(FinishReason.ABORT, now_s))
+        left = [self._leave(slot) for slot in reversed(stopped)]
+        for one in (*left, *(group.retracted for group in waiting if group.retracted is not None)):
+            if one.token_ids:
+                results.append(one.completion(FinishReason.ABORT, now_s))
             else:  # it was still fed what was said to it
-                results.append(left.request.failure((left.sample,), ABORTED_UNSTARTED))
+                results.append(one.request.failure((one.sample,), ABORTED_UNSTARTED))
         return results
 
     @torch.inference_mode()
@@ -583,7 +665,9 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def step(self) -> list[Result]:
-        """Admit what fits, draw a token for every running sample, or several, and return those that ended."""
+        """Retract what does not fit, admit what does, draw a token for every running sample, or several, and return
+        those that ended."""
+        self._retract()
         self._continue()
         num_decode = len(self._running)
         admitted = self._admit()
@@ -614,10 +698,11 @@ class SlotDecoder:
         if (drafting := self.drafting) is None or not num_decode:
             return ()
         deepest = min(drafting.max_tokens, MAX_DECODE_ROWS // num_decode - 1)
+        each = self._kv.limit // len(self._running)
         drafts: list[Draft] = []
         for sample in self._running[:num_decode]:
             left = sample.limit - len(sample.token_ids) - 1  # the last token is never computed
-            most = 0 if sample.unfed else max(0, min(deepest, left))
+            most = 0 if sample.unfed else max(0, min(deepest, left, each - sample.context))
             drafts.append(drafting.said.draft(sample.text, most, sample.stop_token_ids) if sample.text else NO_DRAFT)
         worth = sorted(((chance, slot) for slot, one in enumerate(drafts) for chance in one.chances), reverse=True)
         if not worth:
@@ -666,50 +751,72 @@ class SlotDecoder:
             self.told.append(partial(tell, first, tuple(token_ids[:taken]), tuple(logprobs[:taken])))
         return taken, reason
 
+    def _retract(self) -> None:
+        """Those of which least is to be computed again wait again, until the others fit for one more step."""
+        while self.kv_tokens and is_full(len(self._running), self.held_tokens, self._kv.limit):
+            slot = min(
+                range(len(self._running)),
+                key=lambda slot: (self._running[slot].context, -self._running[slot].order),
+            )
+            self._waiting.push(self._leave(slot).waiting())
+            self.num_retracted += 1
+
+    def _room(self, tokens: int) -> int:
+        """How many more samples of ``tokens`` tokens may start."""
+        running, longest = len(self._running), self._longest(tokens)
+        num = running
+        while num < self.slots and has_room(num + 1, (num + 1) * longest, self._kv.limit, self.max_context):
+            num += 1
+        return num - running
+
+    def _turn(self, group: WaitingGroup) -> KeptTurn | None:
+        """What its prompt begins with, if that is kept."""
+        return None if len(group.begun) else self._kept.begins(group.request)
+
     def _continue(self) -> None:
         """Give free slots to waiting turns whose beginning is kept; what is behind it is fed by the next steps."""
         while len(self._running) < self.slots and (group := self._waiting.first()) is not None:
             request, slot = group.request, len(self._running)
-            if (turn := self._kept.begins(request)) is None:
+            if (turn := self._turn(group)) is None or not self._room(len(request.prompt_ids)):
                 return
+            order = group.order
             (sample,) = self._waiting.take(1)
             self._kept.take(request, turn)
-            self._kv.reserve(len(request.prompt_ids), slot)
+            self._kv.reserve(self._longest(len(request.prompt_ids)), slot + 1, slot)
             self._kv.paste_prompt(slice(slot, slot + 1), turn.kv)
             unfed = len(request.prompt_ids) - len(turn.token_ids)
+            last_token = int(request.prompt_ids[-unfed])
             # The position of a step is that of its token, and its draw is numbered from 0 where the prompt ends.
-            self._enter(group, sample, generated=1 - unfed, last_token=int(request.prompt_ids[-unfed]), unfed=unfed)
+            self._enter(group, sample, order, generated=1 - unfed, last_token=last_token, unfed=unfed)
 
     def _enter(
-        self, group: WaitingGroup, sample: int, *, generated: int = 0, last_token: int = 0, unfed: int = 0
+        self, group: WaitingGroup, sample: int, order: int, *, generated: int = 0, last_token: int = 0, unfed: int = 0
     ) -> None:
         """The next free slot is this sample's."""
         request, now_s = group.request, self._clock.now_s()
         drawn, stream = request.sampling, stream_key(request.sampling.seed, sample)
         begun = group.begun
         generated += len(begun)
-        text = None
+        entering = group.retracted or RunningSample(
+            request=request,
+            sample=sample,
+            order=order,
+            limit=request.limit(sample),
+            queued_s=now_s - group.queued_at_s,
+            admitted_at_s=now_s,
+            weights=self.weights,
+            resumed=len(begun),
+            token_ids=begun.token_ids.tolist(),
+            logprobs=begun.logprobs.tolist(),
+            spans=[(span.start, span.weights) for span in begun.spans],
+        )
+        entering.weights, entering.unfed = self.weights, unfed
         if self.drafting is not None:
             prompt = request.prompt_ids
-            text = self.drafting.said.begin(prompt.tobytes(), prompt.tolist(), begun.token_ids.tolist())
+            entering.text = self.drafting.said.begin(prompt.tobytes(), prompt.tolist(), begun.token_ids.tolist())
         row = (drawn.temperature, drawn.top_p, drawn.top_k, stream, len(request.prompt_ids), generated, last_token)
         self._table[len(self._running)] = row
-        self._running.append(
-            RunningSample(
-                request=request,
-                sample=sample,
-                limit=request.limit(sample),
-                queued_s=now_s - group.queued_at_s,
-                admitted_at_s=now_s,
-                weights=self.weights,
-                unfed=unfed,
-                resumed=len(begun),
-                text=text,
-                token_ids=begun.token_ids.tolist(),
-                logprobs=begun.logprobs.tolist(),
-                spans=[(span.start, span.weights) for span in begun.spans],
-            )
-        )
+        self._running.append(entering)
 
     def _admit(self) -> list[_Admission]:
         """Give the free slots to waiting samples, a group at a time; they are running from now on."""
@@ -717,11 +824,13 @@ class SlotDecoder:
         prefill_tokens = 0
         while len(self._running) < self.slots and (group := self._waiting.first()) is not None:
             prefill_tokens += group.input_tokens if group.kept is None else 0
-            if self._kept.begins(group.request) or (prefill_tokens > MAX_PREFILL_TOKENS and admitted):
+            if self._turn(group) or (prefill_tokens > MAX_PREFILL_TOKENS and admitted):
                 break
-            first = len(self._running)
-            for sample in self._waiting.take(self.slots - first):
-                self._enter(group, sample)
+            if not (room := self._room(group.input_tokens)):
+                break
+            first, order = len(self._running), group.order
+            for place, sample in enumerate(self._waiting.take(room)):
+                self._enter(group, sample, order + place)
             admitted.append(_Admission(group, slice(first, len(self._running))))
         return admitted
 
@@ -729,30 +838,30 @@ class SlotDecoder:
         self, num_decode: int, rows: _Rows, drafts: Sequence[Sequence[int]], admitted: Sequence[_Admission]
     ) -> torch.Tensor:
         """One forward pass. Returns the logits of every running sample, and of its draft, in the order of ``rows``."""
-        kept = [admission for admission in admitted if admission.group.kept is not None]
         fresh = [admission for admission in admitted if admission.group.kept is None]
         batch = self._batch(num_decode, rows, drafts, fresh)
         prompts = [admission.group.input_tokens for admission in admitted]
-        self._kv.reserve(max(batch.max_tokens, *prompts, 0), num_decode)
-        # Only the started group can have a kept prompt, and it is admitted first: its slots precede the fresh ones.
-        parts: list[torch.Tensor] = []
-        for admission in kept:
-            assert admission.group.kept is not None
-            prompt, logits = admission.group.kept
-            self._kv.paste_prompt(admission.slots, prompt)
-            parts.append(logits.expand(admission.count, -1))
-        if not num_decode and not fresh:
-            return torch.cat(parts)
-        logits = self._forward.run(batch, self._kv)
-        if not admitted:
+        self._kv.reserve(max(batch.max_tokens, *prompts, 0), len(self._running), num_decode)
+        for admission in admitted:
+            if admission.group.kept is not None:
+                self._kv.paste_prompt(admission.slots, admission.group.kept[0])
+        logits = self._forward.run(batch, self._kv) if num_decode or fresh else None
+        if logits is not None and not admitted:
             return logits
-        for row, admission in enumerate(fresh, start=batch.num_decode):
-            group, of_prompt = admission.group, logits[row : row + 1]
+        parts: list[torch.Tensor] = [] if logits is None else [logits[: batch.num_decode]]
+        row = batch.num_decode
+        for admission in admitted:
+            group = admission.group
+            if group.kept is not None:
+                parts.append(group.kept[1].expand(admission.count, -1))
+                continue
+            assert logits is not None
+            of_prompt, row = logits[row : row + 1], row + 1
             parts.append(of_prompt.expand(admission.count, -1))
             if group.samples:  # they are still without a slot
                 kv = self._kv.copy_prompt(admission.slots.start, len(group.request.prompt_ids))
                 group.kept = kv, of_prompt.clone()
-        return torch.cat([logits[: batch.num_decode], *parts])
+        return torch.cat(parts)
 
     def _batch(
         self, num_decode: int, rows: _Rows, drafts: Sequence[Sequence[int]], fresh: Sequence[_Admission]

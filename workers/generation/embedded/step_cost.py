@@ -45,11 +45,13 @@ class StepCost:
 
 
 def measure_steps(forward: Forward, kv: SlotKV, clock: Clock, *, max_drafted: int) -> StepCost:
-    """Time steps of 1 to ``kv.slots * (1 + max_drafted)`` tokens. Nothing may run: slots are written over."""
-    most = kv.slots * (1 + max_drafted)
+    """Time steps of 1 to as many tokens as slots and drafts can ask for, where memory holds them. Nothing may run:
+    slots are written over."""
+    width = 1 + max_drafted
+    most = min(kv.max_slots, kv.limit // (SHORT + width)) * width
     sizes = [size for size in SIZES if size <= most] or [1]
     seconds = np.maximum.accumulate([_fastest(forward, kv, clock, size, max_drafted, SHORT) for size in sizes])
-    slots = min(kv.slots, 8)
+    slots = max(1, min(kv.max_slots, 8, kv.limit // (LONG + 1)))
     longer = [_fastest(forward, kv, clock, slots, 0, context) for context in (SHORT, LONG)]
     return StepCost(sizes, seconds.tolist(), max(0.0, (longer[1] - longer[0]) / (slots * (LONG - SHORT))))
 
@@ -57,7 +59,7 @@ def measure_steps(forward: Forward, kv: SlotKV, clock: Clock, *, max_drafted: in
 def _fastest(forward: Forward, kv: SlotKV, clock: Clock, tokens: int, max_drafted: int, context: int) -> float:
     """Drafts are as deep as may be, as they are in small batches."""
     device = kv.keys[0].device
-    slots = min(kv.slots, -(-tokens // (1 + max_drafted)))
+    slots = min(kv.max_slots, -(-tokens // (1 + max_drafted)))
     widths = np.array([len(part) for part in np.array_split(np.arange(tokens), slots)])
     start = min(context, kv.max_tokens - int(widths.max()))
     positions = np.concatenate([np.arange(start, start + width) for width in widths])
@@ -69,7 +71,7 @@ def _fastest(forward: Forward, kv: SlotKV, clock: Clock, tokens: int, max_drafte
         prompts=(),
         runs=DecodeRuns.of(widths, device) if slots < tokens else None,
     )
-    kv.reserve(batch.max_tokens, 0)
+    kv.reserve(batch.max_tokens, slots, 0)
     seconds: list[float] = []
     for _ in range(TIMES):
         started_s = clock.now_s()

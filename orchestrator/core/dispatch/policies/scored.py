@@ -79,7 +79,9 @@ def waits(problem: Problem) -> bool:
     parts = len(problem.instances)
     samples = math.ceil(sum(group.num_samples for group in problem.groups) / parts)
     tokens = sum(group.num_samples * group.mean_tokens for group in problem.groups) / parts
-    return any(samples > price(one, problem.prompt_tokens).slots(samples, tokens) for one in problem.instances)
+    longest = max((group.mean_tokens for group in problem.groups), default=0.0)
+    prices = [price(instance, problem.prompt_tokens) for instance in problem.instances]
+    return any(samples > pricing.slots(samples, tokens, longest) for pricing in prices)
 
 
 class Scorer:

@@ -31,7 +31,8 @@ class Pricing:
 
     base_s: of a step, whatever is in it.  sample_s: what a sample adds to a step.  token_s: what a context token adds.
     free: samples whose arithmetic hides behind the weights.  gemm_s: of each sample beyond those, a step.
-    max_running, kv_tokens: its own limit of samples, and the context that memory has room for.
+    max_running, kv_tokens: its own limit of samples, and the context that memory has room for.  padded: there each
+    sample takes as much as the longest.
     hand_s, hand_steps: what is in hand adds to every plan: work, and the steps that its longest sample still takes.
     """
 
@@ -43,6 +44,7 @@ class Pricing:
     max_running: int
     kv_tokens: float
     prompt_tokens: float
+    padded: bool = False
     hand_s: float = 0.0
     hand_steps: float = 0.0
 
@@ -51,9 +53,9 @@ class Pricing:
         """Instances of equal rate charge every sample the same work."""
         return self.sample_s, self.token_s
 
-    def slots(self, samples: int, tokens: float) -> float:
-        """How many of these run at once, each with room for its whole context."""
-        context = samples * self.prompt_tokens + tokens
+    def slots(self, samples: int, tokens: float, longest: float) -> float:
+        """How many of these run at once, each with room for its whole context, or for that of the longest."""
+        context = samples * self.prompt_tokens + (samples * longest if self.padded else tokens)
         if context <= self.kv_tokens:
             return self.max_running
         return max(1.0, min(self.max_running, self.kv_tokens * samples / context))
@@ -81,7 +83,7 @@ class Pricing:
         More samples than slots is list scheduling: every slot is busy until the last one starts.
         """
         steps = longest
-        slots = self.slots(samples, tokens)
+        slots = self.slots(samples, tokens, longest)
         if samples > slots:
             steps = max(longest, tokens / slots + last * (1 - 1 / slots))
             beyond = tokens * max(0.0, 1 - self.free / slots)
@@ -100,6 +102,7 @@ def price(instance: Instance, prompt_tokens: float) -> Pricing:
         max_running=instance.max_running,
         kv_tokens=cost.kv_capacity_tokens,
         prompt_tokens=prompt_tokens,
+        padded=cost.padded,
     )
     if not instance.in_hand:
         return priced
@@ -222,10 +225,12 @@ def steady_slicing(problem: Problem, inflation: float = STEADY_INFLATION) -> Pla
             instance = instances[place]
             tokens, context = tokens_before[stop] - tokens_before[start], context_before[stop] - context_before[start]
             step_s = instance.cost.steady_step_s(tokens / period_s, context / period_s)
+            padded = tokens * (problem.prompt_tokens + longest[start])
+            held = padded if instance.cost.padded else context
             return (
                 longest[start] * step_s <= bound_s
                 and tokens * step_s <= FILL * instance.max_running * period_s
-                and context * step_s <= FILL * instance.cost.kv_capacity_tokens * period_s
+                and held * step_s <= FILL * instance.cost.kv_capacity_tokens * period_s
             )
 
         return keeps_up
