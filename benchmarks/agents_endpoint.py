@@ -3,7 +3,8 @@
 Conversations, all of as many turns of as many tokens, are held with one embedded engine through the endpoint, by a
 harness with OpenAI's client in a process of its own (agents_harness.py). Then the same turns, with the ids that the
 first ones had, are asked of the engine alone; each turn of a conversation when the one before has ended. The two take
-turns, each with an engine of its own; the ratio is the median of the rounds.
+turns, each with an engine of its own. Each time of the engine alone is compared with the mean of the two beside it, so
+that a neighbour who comes or goes weighs on both; the ratio is the median.
 
 There are as many conversations as slots. So a slot is empty while an answer and the next request travel, which is what
 an endpoint costs; and none waits for a slot. With twice as many, the order in which turns arrive decides the figure: a
@@ -22,7 +23,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, cast
 
 import msgspec
@@ -80,20 +81,23 @@ async def endpoint_costs(model: str) -> dict[str, float]:
             random_model(model.removeprefix("random:"))(directory)
         else:
             directory = await asyncio.to_thread(prepare_model, model, cache_dir=model_cache(os.environ))
-        ratios, speeds, tokens, retokenised = list[float](), list[float](), 0, 0
-        for number in range(ROUNDS):
+        through_s, direct_s, tokens, retokenised = list[float](), list[float](), 0, 0
+        for number in range(ROUNDS + 1):
             files = Path(name) / str(number)
             files.mkdir()
-            recorded, rows, endpoint_s = await _through_endpoint(directory, files)
-            direct_s = await _directly(directory, recorded)
+            recorded, rows, took_s = await _through_endpoint(directory, files)
+            through_s.append(took_s)
             tokens = sum(len(ids) for turns in recorded.turns.values() for _, ids in turns)
             retokenised += sum(_retokenised(recorded.turns[row.sample], row) for row in rows)
-            ratios.append(direct_s / endpoint_s)
-            speeds.append(tokens / endpoint_s)
-            print(f"endpoint {endpoint_s:.1f} s, direct {direct_s:.1f} s, {ratios[-1]:.3f}", flush=True)
+            print(f"endpoint {took_s:.1f} s", flush=True)
+            if number < ROUNDS:
+                direct_s.append(await _directly(directory, recorded))
+                print(f"direct {direct_s[-1]:.1f} s", flush=True)
+        ratios = [alone_s / mean(both) for alone_s, both in zip(direct_s, itertools.pairwise(through_s), strict=True)]
+        print("ratios", *(f"{ratio:.3f}" for ratio in ratios), flush=True)
     return {
         "endpoint_over_direct": round(median(ratios), 3),
-        "endpoint_tokens_s": round(median(speeds), 1),
+        "endpoint_tokens_s": round(tokens / median(through_s), 1),
         "endpoint_policy_tokens": tokens,
         "endpoint_retokenised": retokenised,
     }
