@@ -1,9 +1,15 @@
 """Of figure ``agents``: what the endpoint costs, and whether it encodes anything twice.
 
-Conversations, all of as many turns of as many tokens, are held with one embedded engine through the endpoint, by
-OpenAI's client over HTTP on this machine, more of them at once than the engine has slots. Then the same turns, with the
-ids that the first ones had, are asked of the engine alone; each turn of a conversation when the one before has ended.
-The two take turns, each with an engine of its own; the ratio is the median of the rounds.
+Conversations, all of as many turns of as many tokens, are held with one embedded engine through the endpoint, by a
+harness with OpenAI's client in a process of its own (agents_harness.py). Then the same turns, with the ids that the
+first ones had, are asked of the engine alone; each turn of a conversation when the one before has ended. The two take
+turns, each with an engine of its own. Each time of the engine alone is compared with the mean of the two beside it, so
+that a neighbour who comes or goes weighs on both; the ratio is the median.
+
+There are as many conversations as slots. So a slot is empty while an answer and the next request travel, which is what
+an endpoint costs; and none waits for a slot. With twice as many, the order in which turns arrive decides the figure: a
+later turn goes first, so one conversation may wait until the others end and be alone then. That was a third more steps
+for the same tokens.
 """
 
 from __future__ import annotations
@@ -11,18 +17,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, cast
 
-import httpx
 import msgspec
 import numpy as np
-import openai
 
 from transport.contracts.settings import EndpointSettings, GenerationSettings
 from transport.contracts.types import GroupId, SamplingParams
@@ -34,11 +39,13 @@ from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.engine import Completion, GenerationEngine, GenerationRequest, Result, serving
 from workers.models import model_cache, prepare_model, random_model
 
-SLOTS, SESSIONS, TURNS, TURN_TOKENS = 8, 16, 3, 32
-ROUNDS = 3
+SLOTS = SESSIONS = 8
+TURNS, TURN_TOKENS = 3, 32
+ROUNDS = 5
+LIMIT_S = 1800.0
 MODEL, KEY = "policy", "the-key-of-the-bench"
 GROUP = GroupId("0/0")
-GENERATION = GenerationSettings(slots=SLOTS, dtype="float32", max_context=1024)
+GENERATION = GenerationSettings(slots=SLOTS, dtype="float32", max_context=512)
 
 
 class Recorded:
@@ -74,20 +81,23 @@ async def endpoint_costs(model: str) -> dict[str, float]:
             random_model(model.removeprefix("random:"))(directory)
         else:
             directory = await asyncio.to_thread(prepare_model, model, cache_dir=model_cache(os.environ))
-        ratios, speeds, tokens, retokenised = list[float](), list[float](), 0, 0
-        for number in range(ROUNDS):
+        through_s, direct_s, tokens, retokenised = list[float](), list[float](), 0, 0
+        for number in range(ROUNDS + 1):
             files = Path(name) / str(number)
             files.mkdir()
-            recorded, rows, endpoint_s = await _through_endpoint(directory, files)
-            direct_s = await _directly(directory, recorded)
+            recorded, rows, took_s = await _through_endpoint(directory, files)
+            through_s.append(took_s)
             tokens = sum(len(ids) for turns in recorded.turns.values() for _, ids in turns)
             retokenised += sum(_retokenised(recorded.turns[row.sample], row) for row in rows)
-            ratios.append(direct_s / endpoint_s)
-            speeds.append(tokens / endpoint_s)
-            print(f"endpoint {endpoint_s:.1f} s, direct {direct_s:.1f} s, {ratios[-1]:.3f}", flush=True)
+            print(f"endpoint {took_s:.1f} s", flush=True)
+            if number < ROUNDS:
+                direct_s.append(await _directly(directory, recorded))
+                print(f"direct {direct_s[-1]:.1f} s", flush=True)
+        ratios = [alone_s / mean(both) for alone_s, both in zip(direct_s, itertools.pairwise(through_s), strict=True)]
+        print("ratios", *(f"{ratio:.3f}" for ratio in ratios), flush=True)
     return {
         "endpoint_over_direct": round(median(ratios), 3),
-        "endpoint_tokens_s": round(median(speeds), 1),
+        "endpoint_tokens_s": round(tokens / median(through_s), 1),
         "endpoint_policy_tokens": tokens,
         "endpoint_retokenised": retokenised,
     }
@@ -112,7 +122,7 @@ async def _through_endpoint(directory: Path, files: Path) -> tuple[Recorded, lis
     recorded = Recorded(EmbeddedEngine(GENERATION, directory, MonotonicClock()))
     encoder = ObservationEncoder.of(directory, templated=True)
     settings = EndpointSettings(max_turn_tokens=TURN_TOKENS)
-    sampling = SamplingParams(max_new_tokens=900)
+    sampling = SamplingParams(max_new_tokens=400)
     engine = SessionEngine(
         cast("GenerationEngine", recorded), encoder, settings, MonotonicClock(), model=MODEL, sampling=sampling
     )
@@ -120,35 +130,37 @@ async def _through_endpoint(directory: Path, files: Path) -> tuple[Recorded, lis
         engine, host="127.0.0.1", port=0, key=KEY, address_file=files / "0.address", key_file=files / "key"
     )
     opening = np.array(encoder.ids(encoder.prompt([{"role": "user", "content": "x"}]))[:1], np.int32)
-    async with asyncio.timeout(1800), serving(engine):
+    async with asyncio.timeout(LIMIT_S), serving(engine):
         engine.submit(GenerationRequest(group_id=GROUP, prompt_ids=opening, samples=range(SESSIONS), sampling=sampling))
-        headers = {"authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(base_url=server.base_url, headers=headers, timeout=600) as run:
-            leases = [(await run.post("/sessions")).json() for _ in range(SESSIONS)]
-            began_s = time.perf_counter()
-            await asyncio.gather(*map(_converse, leases))
-            took_s = time.perf_counter() - began_s
-            for lease in leases:
-                (await run.post(f"/sessions/{lease['id']}/end", json={"reward": 1.0})).raise_for_status()
+        took_s = await _played(server.base_url)
         rows: list[Completion] = []
         while len(rows) < SESSIONS:
             rows += [one for one in await engine.results() if isinstance(one, Completion)]
     return recorded, rows, took_s
 
 
-async def _converse(lease: dict[str, Any]) -> None:
-    messages: list[Any] = [{"role": "user", "content": "what is 17 + 25? say it step by step."}]
-    async with openai.AsyncOpenAI(base_url=lease["base_url"], api_key=lease["key"], timeout=600) as agent:
-        for _ in range(TURNS):
-            answer = await agent.chat.completions.create(model=MODEL, messages=messages)
-            messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+async def _played(base_url: str) -> float:
+    """Seconds that the conversations took a harness (agents_harness.py)."""
+    given = ["-m", "benchmarks.agents_harness", base_url, MODEL, str(SESSIONS), str(TURNS)]
+    harness = await asyncio.create_subprocess_exec(
+        sys.executable, *given, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        said, _ = await harness.communicate(KEY.encode())
+    finally:
+        if harness.returncode is None:
+            harness.kill()
+            await harness.wait()
+    if harness.returncode:
+        raise SystemExit(f"the harness ended with exit code {harness.returncode}")
+    return float(said.split()[-1])
 
 
 async def _directly(directory: Path, recorded: Recorded) -> float:
     """Seconds for the same turns."""
     left = {sample: [request for request, _ in turns] for sample, turns in recorded.turns.items()}
     engine = EmbeddedEngine(GENERATION, directory, MonotonicClock())
-    async with asyncio.timeout(1800), serving(engine):
+    async with asyncio.timeout(LIMIT_S), serving(engine):
         began_s, running = time.perf_counter(), len(left)
         for turns in left.values():
             engine.submit(turns.pop(0))

@@ -291,7 +291,8 @@ def test_where_memory_holds_one_sample_alone_no_turn_is_kept():
         check_logprobs(tiny_model("qwen3"), [turn], [found[turn.group_id, turn.samples[0]]])
 
 
-def test_a_turn_that_is_retracted_while_it_is_fed_is_computed_anew():
+def test_a_turn_that_is_retracted_while_it_is_fed_is_computed_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.generation.embedded.slots.MAX_DECODE_ROWS", 4)  # so much of it at once
     model = tiny_model("qwen3")
     decoder = limited(model, kv_tokens=400)
     asked, answered = first_turns(decoder)
@@ -306,3 +307,14 @@ def test_a_turn_that_is_retracted_while_it_is_fed_is_computed_anew():
     found = by_sample(run_within(decoder, others))
     check_logprobs(model, [turn], [found[turn.group_id, 0]])
     assert found[turn.group_id, 0].resumed == 0
+
+
+def test_what_is_fed_at_once_stays_within_memory():
+    """A later turn is fed as much as its slot may hold beside the others, which have grown since it came."""
+    model = tiny_model("qwen3")
+    decoder = limited(model, kv_tokens=400)
+    asked, answered = first_turns(decoder)
+    turns = [next_turn(asked, one, added=added) for one, added in zip(answered.values(), (3, 9, 14, 6), strict=False)]
+    others = [request(1, samples=range(5), new_tokens=40)]
+    found = run_within(decoder, [*others, *turns])
+    check_same(found, run_all(decoder_of(model, slots=8), [*others, *turns]))

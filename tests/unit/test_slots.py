@@ -362,6 +362,13 @@ def first_turns(decoder, **more):
     return asked, by_sample(run_all(decoder, [asked]))
 
 
+@pytest.fixture(params=[0, 8, 128])
+def rows_of_a_step(request, monkeypatch):
+    """What is added is fed token by token, in several steps, and at once."""
+    monkeypatch.setattr("workers.generation.embedded.slots.MAX_DECODE_ROWS", request.param)
+
+
+@pytest.mark.usefixtures("rows_of_a_step")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_later_turn_is_exact_and_computes_nothing_of_the_earlier_ones(fused, temperature):
@@ -381,6 +388,28 @@ def test_a_later_turn_is_exact_and_computes_nothing_of_the_earlier_ones(fused, t
         assert completion.spans == (VersionSpan(start=0, end=len(completion.response_ids), weights=V0),)
     for turn in turns:
         check_logprobs(model, [turn], [found[turn.group_id, turn.samples[0]]])
+
+
+def test_what_is_added_is_fed_at_once_where_a_step_has_room():
+    decoder = decoder_of(tiny_model("qwen3"))
+    asked, answered = first_turns(decoder)
+    turn = next_turn(asked, answered[asked.group_id, 0], added=9, new_tokens=1)
+    assert decoder.submit(turn) == []
+    (completion,) = decoder.step()
+    assert len(completion.response_ids) == 1
+
+
+def test_what_is_told_of_a_later_turn_is_its_answer_alone():
+    told = []
+    decoder = decoder_of(tiny_model("qwen3"))
+    asked, answered = first_turns(decoder)
+    turn = replace(next_turn(asked, answered[asked.group_id, 0]), on_tokens=lambda *heard: told.append(heard))
+    (completion,) = run_all(decoder, [turn])
+    for tell in decoder.told:
+        tell()
+    assert [start for start, _, _ in told] == list(range(8))
+    assert [token for _, tokens, _ in told for token in tokens] == completion.response_ids.tolist()
+    assert [one for _, _, logprobs in told for one in logprobs] == completion.logprobs.tolist()
 
 
 def test_a_third_turn_goes_on_from_the_second():
@@ -449,7 +478,8 @@ def test_a_turn_that_saw_two_weights_is_not_kept():
     assert decoder.reused_tokens == 0
 
 
-def test_new_weights_while_a_turn_is_fed_are_its_own_and_it_is_not_kept():
+def test_new_weights_while_a_turn_is_fed_are_its_own_and_it_is_not_kept(monkeypatch):
+    monkeypatch.setattr("workers.generation.embedded.slots.MAX_DECODE_ROWS", 2)
     decoder = decoder_of(tiny_model("qwen3"))
     asked, answered = first_turns(decoder)
     turn = next_turn(asked, answered[asked.group_id, 0])
@@ -462,7 +492,8 @@ def test_new_weights_while_a_turn_is_fed_are_its_own_and_it_is_not_kept():
     assert decoder.reused_tokens == reused
 
 
-def test_a_turn_that_is_aborted_while_it_is_fed_comes_out_once():
+def test_a_turn_that_is_aborted_while_it_is_fed_comes_out_once(monkeypatch):
+    monkeypatch.setattr("workers.generation.embedded.slots.MAX_DECODE_ROWS", 2)
     decoder = decoder_of(tiny_model("qwen3"))
     asked, answered = first_turns(decoder)
     turn = next_turn(asked, answered[asked.group_id, 0])
@@ -472,6 +503,7 @@ def test_a_turn_that_is_aborted_while_it_is_fed_comes_out_once():
     assert not decoder.has_work
 
 
+@pytest.mark.usefixtures("rows_of_a_step")
 def test_turns_wait_for_slots_as_all_samples_do_and_move_as_they_do():
     """More turns than slots, which end at different steps, so that fed samples change their slots."""
     model = tiny_model("qwen3")

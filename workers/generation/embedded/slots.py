@@ -22,8 +22,8 @@ said, the logits behind it count, too. What was computed behind the first other 
 So a sample gets the tokens that it gets without drafts, sooner.
 
 A turn that may be continued (``GenerationRequest.keep``) leaves its KV behind when it frees its slot. The sample's next
-turn takes it again under the same weights, and what was added since is fed token by token beside the others' steps: as
-much arithmetic as its prefill, no pass of its own, and nothing of what was there before.
+turn takes it again under the same weights, and what was added since is fed beside the others' steps, as much at once as
+a deepest draft would be: as much arithmetic as its prefill, no pass of its own, and nothing of what was there before.
 
 Source: ours; continuous batching as in Orca (OSDI 2022), prompts and decode tokens in one pass as in Sarathi-Serve
 (OSDI 2024). Re-computing the prompts of partly admitted groups took 23% of the time on long-tailed lengths.
@@ -206,7 +206,7 @@ MAX_PREFILL_TOKENS = 2048
 
 
 MAX_DECODE_ROWS = 128
-"""Slots times tokens of the deepest draft: attention pads every slot to it, which no timed step shows."""
+"""Slots times tokens of the slot that computes most: attention pads every slot to it, which no timed step shows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -341,7 +341,7 @@ class KeptTurns:
 
     def begins(self, request: GenerationRequest) -> KeptTurn | None:
         """The turn whose ids the prompt of a request begins with, if what comes behind them is no longer than they are:
-        fed token by token, a longer one would take more steps than it saves passes."""
+        with many slots a step takes little of it, and a longer one would take more steps than it saves passes."""
         if len(request.samples) != 1:
             return None
         turn = self._turns.get(turn_key(request, request.samples[0]))
@@ -393,6 +393,11 @@ class RunningSample:
     def stop_token_ids(self) -> Sequence[int]:
         """Those that end it."""
         return () if self.request.sampling.ignore_eos else self.request.sampling.stop_token_ids
+
+    def rest(self, most: int) -> list[int]:
+        """Of its prompt, up to ``most`` tokens behind the one that the next step computes."""
+        begin = len(self.request.prompt_ids) - self.unfed + 1
+        return self.request.prompt_ids[begin : begin + most].tolist() if self.unfed > 1 else []
 
     @property
     def kv_tokens(self) -> int:
@@ -521,9 +526,9 @@ class _Rows:
     places: NDArray[np.int64]
 
     @staticmethod
-    def of(num_slots: int, drafts: Sequence[Sequence[int]]) -> _Rows:
-        """drafts: of the first slots."""
-        widths = np.array([1 + len(draft) for draft in drafts] + [1] * (num_slots - len(drafts)), np.int64)
+    def of(num_slots: int, ahead: Sequence[Sequence[int]]) -> _Rows:
+        """ahead: of the first slots."""
+        widths = np.array([1 + len(one) for one in ahead] + [1] * (num_slots - len(ahead)), np.int64)
         starts = widths.cumsum() - widths
         slots = np.repeat(np.arange(num_slots), widths)
         return _Rows(widths, starts, slots, np.arange(len(slots)) - starts[slots])
@@ -673,8 +678,8 @@ class SlotDecoder:
         admitted = self._admit()
         if not self._running:
             return []
-        drafts = self._draft(num_decode, admitted)
-        rows = _Rows.of(len(self._running), drafts)
+        ahead = self._ahead(num_decode, admitted)
+        rows = _Rows.of(len(self._running), ahead)
         slots = self._table[rows.slots]
         draw = Draw(
             temperature=slots["temperature"],
@@ -682,23 +687,40 @@ class SlotDecoder:
             top_k=slots["top_k"],
             uniforms=uniforms(slots["stream"], slots["generated"] + rows.places),
         ).to(self._device)
-        logits = self._compute(num_decode, rows, drafts, admitted)
+        logits = self._compute(num_decode, rows, ahead, admitted)
         token_ids, logprobs = (drawn.tolist() for drawn in sample_tokens(logits, draw))
         reasons: list[FinishReason | None] = []
         finite: list[bool] = []
         for slot, first in enumerate(rows.starts.tolist()):
-            draft = drafts[slot] if slot < len(drafts) else ()
-            taken, reason = self._take(slot, token_ids[first:], logprobs[first:], draft)
+            behind = ahead[slot] if slot < len(ahead) else ()
+            last, reason = self._take(slot, token_ids[first:], logprobs[first:], behind)
             reasons.append(reason)
-            finite.append(math.isfinite(logprobs[first + taken - 1]))
+            finite.append(math.isfinite(logprobs[first + last]))
         return self._hand_out(reasons, finite)
 
-    def _draft(self, num_decode: int, admitted: Sequence[_Admission]) -> Sequence[Sequence[int]]:
-        """What to compute behind the last token of each of the slots [0, num_decode), as far as it pays; none: ()."""
-        if (drafting := self.drafting) is None or not num_decode:
+    def _ahead(self, num_decode: int, admitted: Sequence[_Admission]) -> Sequence[Sequence[int]]:
+        """What to compute behind the last token of each of the slots [0, num_decode): what is left of its prompt, or a
+        draft; () where no slot has any.
+        """
+        if not num_decode:
             return ()
-        deepest = min(drafting.max_tokens, MAX_DECODE_ROWS // num_decode - 1)
-        each = self._kv.limit // len(self._running)
+        deepest, each = MAX_DECODE_ROWS // num_decode - 1, self._kv.limit // len(self._running)
+        # Of a prompt that is fed, its next token is not yet in the context.
+        rests = [sample.rest(min(deepest, each - sample.context - 1)) for sample in self._running[:num_decode]]
+        prompts = sum(one.group.input_tokens for one in admitted if one.group.kept is None)
+        drafts = self._draft(num_decode, deepest, prompts + sum(map(len, rests)))
+        if not drafts:
+            return rests if any(rests) else ()
+        return [rest or draft for rest, draft in zip(rests, drafts, strict=True)]
+
+    def _draft(self, num_decode: int, deepest: int, beside: int) -> Sequence[Sequence[int]]:
+        """Drafts of at most ``deepest`` tokens for the slots [0, num_decode), as far as they pay; none: ().
+
+        beside: tokens that the step computes of prompts.
+        """
+        if (drafting := self.drafting) is None:
+            return ()
+        deepest, each = min(drafting.max_tokens, deepest), self._kv.limit // len(self._running)
         drafts: list[Draft] = []
         for sample in self._running[:num_decode]:
             left = sample.limit - len(sample.token_ids) - 1  # the last token is never computed
@@ -707,10 +729,9 @@ class SlotDecoder:
         worth = sorted(((chance, slot) for slot, one in enumerate(drafts) for chance in one.chances), reverse=True)
         if not worth:
             return ()
-        prompts = sum(one.group.input_tokens for one in admitted if one.group.kept is None)
         longest = max(sample.kv_tokens for sample in self._running[:num_decode]) + 1
         count = num_drafted(
-            lambda tokens, context: drafting.step_s(tokens + prompts, context),
+            lambda tokens, context: drafting.step_s(tokens + beside, context),
             num_decode,
             num_decode * longest,
             [chance for chance, _ in worth],
@@ -722,19 +743,24 @@ class SlotDecoder:
         return [one.token_ids[: depths[slot]] for slot, one in enumerate(drafts)]
 
     def _take(
-        self, slot: int, token_ids: Sequence[int], logprobs: Sequence[float], draft: Sequence[int]
+        self, slot: int, token_ids: Sequence[int], logprobs: Sequence[float], ahead: Sequence[int]
     ) -> tuple[int, FinishReason | None]:
-        """A slot's sample gets what was drawn for it, while that is what its draft said. Returns how many tokens, and
-        why the last of them ends it.
+        """A slot's sample gets what was drawn for it: once its prompt is fed, and then while it is what its draft said.
+
+        ahead: what was computed behind its last token.  Returns the place of the last that counts in what was drawn,
+        and why it ends the sample.
         """
         sample, row = self._running[slot], self._table[slot]
-        sample.unfed = max(0, sample.unfed - 1)
+        fed = min(sample.unfed, 1 + len(ahead))
+        sample.unfed -= fed
         if sample.unfed:  # what was drawn is not its next token: that is in its prompt
             row["last_token"] = sample.request.prompt_ids[-sample.unfed]
-            row["generated"] += 1
-            return 1, None
+            row["generated"] += fed
+            return fed - 1, None
+        begin = max(0, fed - 1)
+        draft = () if fed else ahead
         taken, reason = 0, None
-        for token_id, logprob, said in zip(token_ids, logprobs, (*draft, None), strict=False):
+        for token_id, logprob, said in zip(token_ids[begin:], logprobs[begin:], (*draft, None), strict=False):
             sample.add(token_id, logprob, self.weights)
             taken += 1
             if self.drafting is not None and sample.text is not None:
@@ -742,14 +768,15 @@ class SlotDecoder:
             reason = sample.finish_reason(self._stops)
             if reason is not None or token_id != said or not math.isfinite(logprob):
                 break
-        row["last_token"] = token_ids[taken - 1]
-        row["generated"] += taken
+        end = begin + taken
+        row["last_token"] = token_ids[end - 1]
+        row["generated"] += end
         self.tokens += taken
         self.accepted += taken - 1
         if (tell := sample.request.on_tokens) is not None:
             first = len(sample.token_ids) - taken
-            self.told.append(partial(tell, first, tuple(token_ids[:taken]), tuple(logprobs[:taken])))
-        return taken, reason
+            self.told.append(partial(tell, first, tuple(token_ids[begin:end]), tuple(logprobs[begin:end])))
+        return end - 1, reason
 
     def _retract(self) -> None:
         """Those of which least is to be computed again wait again, until the others fit for one more step."""
@@ -835,11 +862,11 @@ class SlotDecoder:
         return admitted
 
     def _compute(
-        self, num_decode: int, rows: _Rows, drafts: Sequence[Sequence[int]], admitted: Sequence[_Admission]
+        self, num_decode: int, rows: _Rows, ahead: Sequence[Sequence[int]], admitted: Sequence[_Admission]
     ) -> torch.Tensor:
-        """One forward pass. Returns the logits of every running sample, and of its draft, in the order of ``rows``."""
+        """One forward pass. Returns logits of every running sample, and of what is ahead, in the order of ``rows``."""
         fresh = [admission for admission in admitted if admission.group.kept is None]
-        batch = self._batch(num_decode, rows, drafts, fresh)
+        batch = self._batch(num_decode, rows, ahead, fresh)
         prompts = [admission.group.input_tokens for admission in admitted]
         self._kv.reserve(max(batch.max_tokens, *prompts, 0), len(self._running), num_decode)
         for admission in admitted:
@@ -864,14 +891,14 @@ class SlotDecoder:
         return torch.cat(parts)
 
     def _batch(
-        self, num_decode: int, rows: _Rows, drafts: Sequence[Sequence[int]], fresh: Sequence[_Admission]
+        self, num_decode: int, rows: _Rows, ahead: Sequence[Sequence[int]], fresh: Sequence[_Admission]
     ) -> StepBatch:
         count = int(rows.widths[:num_decode].sum())
         running = self._table[rows.slots[:count]]
         positions = running["prompt_tokens"] + running["generated"] - 1 + rows.places[:count]
         decoded = running["last_token"]
-        if drafts:
-            decoded[rows.places[:count] > 0] = [token for draft in drafts for token in draft]
+        if ahead:
+            decoded[rows.places[:count] > 0] = [token for one in ahead for token in one]
         tokens, places, segments, start = [decoded], [positions], list[PromptSegment](), count
         for admission in fresh:
             prompt = admission.group.input_ids.astype(np.int64)
@@ -886,7 +913,7 @@ class SlotDecoder:
             decode_slots=torch.from_numpy(rows.slots[:count]).to(self._device),
             max_tokens=int(positions.max()) + 1 if num_decode else 0,
             prompts=segments,
-            runs=DecodeRuns.of(rows.widths[:num_decode], self._device) if drafts else None,
+            runs=DecodeRuns.of(rows.widths[:num_decode], self._device) if ahead else None,
         )
 
     def _hand_out(self, reasons: Sequence[FinishReason | None], finite: Sequence[bool]) -> list[Result]:
