@@ -387,10 +387,9 @@ class ContinuousBatching(Generic[R]):
         The one of which least would be prefilled again, but for the steps done so far, which all share; of equal ones
         the later.
         """
-        entry = min(self.running, key=lambda entry: (entry[2].context - entry[2].start_step, -entry[1]))
-        self.running.remove(entry)
+        lost = [(sample.context - sample.start_step, -order) for _, order, sample in self.running]
+        _, order, sample = self.running.pop(lost.index(min(lost)))
         heapq.heapify(self.running)
-        _, order, sample = entry
         self._leave(sample)
         heapq.heappush(self.waiting, (-sample.request.priority, order, sample))
         self.num_retracted += 1
