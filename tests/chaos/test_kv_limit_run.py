@@ -21,7 +21,7 @@ LITTLE = (
     "generation.max_context=512",
     "generation.kv_tokens=1024",
 )
-"""Three short samples start beside one another; two of 400 tokens fit."""
+"""Three samples start beside one another, and two of 400 tokens fit."""
 
 
 def retracted(run: LiveRun) -> float:
@@ -35,7 +35,7 @@ def retracted(run: LiveRun) -> float:
 @pytest.mark.parametrize("engine", [(), (*EMULATED, "emulated.time_scale=0.1")], ids=["embedded", "emulated"])
 def test_a_run_in_little_memory_outlives_its_worker(tmp_path: Path, engine: tuple[str, ...]):
     lengths = tmp_path / "lengths.txt"
-    lengths.write_text("380\n60\n390\n400\n")
+    lengths.write_text("380\n390\n400\n60\n")
     with LiveRun(tmp_path, *LITTLE, *engine, f"generation.lengths={lengths}") as run:
         run.wait_until(lambda: retracted(run) > 0, "sample that was retracted")
         run.kill("workers", "generate")
