@@ -53,7 +53,7 @@ GROUPS = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     groups=GROUPS, slots=st.integers(1, 12), limit=st.floats(0, 1), headroom=st.integers(0, 20), at_once=st.booleans()
 )
