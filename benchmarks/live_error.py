@@ -177,7 +177,7 @@ SETTINGS = (
     Setting(engine="emulated", mode="two_old", workers=1, slots=64, mean=120, sigma=0.8),
     Setting(engine="emulated", mode="fully_async", workers=2, slots=16, mean=120, sigma=0.5, transfer_s=5.0),
     Setting(engine="emulated", mode="in_flight", workers=2, slots=16, mean=120, sigma=0.5, transfer_s=5.0),
-    Setting(engine="emulated", mode="stream", workers=1, slots=32, mean=320, sigma=0.15, kv_tokens=LITTLE_KV),
+    Setting(engine="emulated", mode="stream", workers=1, slots=32, mean=370, sigma=0.08, kv_tokens=LITTLE_KV),
     Setting(engine="embedded", mode="synchronous", workers=1, slots=16, mean=100, sigma=0.3),
     Setting(engine="embedded", mode="stream", workers=1, slots=32, mean=80, sigma=0.6),
     Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=90, sigma=0.5),
@@ -190,7 +190,7 @@ SETTINGS = (
     Setting(engine="embedded", mode="in_flight", workers=1, slots=16, mean=80, sigma=0.4, transfer_s=2.0),
     Setting(engine="embedded", mode="fully_async", workers=1, slots=32, mean=120, sigma=0.6, kv_tokens=LITTLE_KV),
     Setting(
-        engine="embedded", mode="stream", workers=1, slots=32, mean=320, sigma=0.15, kv_tokens=LITTLE_KV, model=TINY
+        engine="embedded", mode="stream", workers=1, slots=32, mean=370, sigma=0.08, kv_tokens=LITTLE_KV, model=TINY
     ),
 )
 
