@@ -14,6 +14,10 @@ that both sides decide alike and lose no time between the parts; only the second
     live_error_real_*       the embedded engine and the real trainer: two sizes of models, one and two workers, versions
                             that are long on their way, KV memory that holds a third of the slots
     live_error_emulated_*   emulated engine and trainer, every mode, and the same two
+    live_error_paced_*      the real ones, had the machine been as quick in the run as in the profile: one piece of work
+                            is timed before and after both, and seconds that were simulated are scaled by it. A virtual
+                            machine may differ by a third from one minute to the next; the difference to the first
+                            figure is what that was worth
 
 It wants the machine for itself, for some twenty minutes, and says how much of it other programs took.
 
@@ -371,17 +375,54 @@ def measured(profile: Profile) -> tuple[DecodeCost, TrainCost, float]:
 # -- the comparison
 
 
-def compare(engine: str, settings: Iterable[Setting], work: Path) -> tuple[list[float], float]:
-    """(relative errors of the simulator, a line each; the largest share of the machine that others took)."""
-    profiles: dict[str, Profile] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Relative errors of the simulator, one of each setting. paced: at the pace of the run; empty where none is timed.
+    others: the largest share of the machine that other programs took."""
+
+    errors: list[float]
+    paced: list[float]
+    others: float
+
+
+WORK = """
+import time, torch
+torch.set_num_threads(1)
+weights, rows, took_s = [torch.randn(512, 512) for _ in range(64)], torch.ones(32, 512), []
+with torch.inference_mode():
+    until_s = time.perf_counter() + 3
+    while (began_s := time.perf_counter()) < until_s:
+        for weight in weights:
+            rows = torch.tanh(rows @ weight)
+        took_s.append(time.perf_counter() - began_s)
+print(sorted(took_s)[len(took_s) // 2])
+"""
+
+
+def pace_s() -> float:
+    """Seconds of one piece of work that is always the same, in one thread like a worker's: how quick this machine is
+    now."""
+    done = subprocess.run(
+        [sys.executable, "-c", WORK], capture_output=True, text=True, timeout=LIMIT_S, check=True, cwd=ROOT
+    )
+    return float(done.stdout)
+
+
+def compare(engine: str, settings: Iterable[Setting], work: Path) -> Compared:
+    """Run each and simulate it, a line each."""
+    profiles: dict[str, tuple[Profile, float]] = {}
     calibrated = live(CALIBRATION[engine], work / "calibration")
     others = calibrated.others
     found: Overheads | None = None
     errors: list[float] = []
+    paced: list[float] = []
+    before_s = pace_s() if engine == "embedded" else 0.0
     for number, setting in enumerate(settings):
         if engine == "embedded" and setting.model not in profiles:
-            profiles[setting.model] = profiled(work, setting.model)
-        profile = profiles.get(setting.model)
+            made = profiled(work, setting.model)
+            before_s, earlier_s = pace_s(), before_s
+            profiles[setting.model] = made, fmean((earlier_s, before_s))
+        profile, profile_pace_s = profiles.get(setting.model, (None, 0.0))
         if found is None:  # of the model that calibrates, which is the first one's
             found = overheads(calibrated.run_dir, profile.load_s if profile is not None else 0.02)
             print(f"{engine}: between the parts, from one other run: {found}", flush=True)
@@ -392,12 +433,18 @@ def compare(engine: str, settings: Iterable[Setting], work: Path) -> tuple[list[
         off = off_by(simulated_s, real.iterations_s)
         errors.append(abs(off))
         others = max(others, real.others)
+        pace = ""
+        if profile is not None:
+            before_s, earlier_s = pace_s(), before_s
+            slower = fmean((earlier_s, before_s)) / profile_pace_s
+            paced.append(abs(slower * (1 + off) - 1))
+            pace = f" ({slower * (1 + off) - 1:+.1%} at its pace, {slower:.2f} of the profile's seconds)"
         print(
             f"{setting.name}: live {median(real.iterations_s):.3f} s, simulated {median(simulated_s):.3f} s, off by "
-            f"{off:+.1%}; others took {real.others:.0%} of the machine",
+            f"{off:+.1%}{pace}; others took {real.others:.0%} of the machine",
             flush=True,
         )
-    return errors, others
+    return Compared(errors=errors, paced=paced, others=others)
 
 
 def profiled(work: Path, model: str) -> Profile:
@@ -421,14 +468,15 @@ def live_errors(engines: Sequence[str] = tuple(ENGINES), iterations: int = ITERA
     for engine in engines:
         chosen = [replace(one, iterations=iterations) for one in SETTINGS if one.engine == engine]
         with tempfile.TemporaryDirectory(prefix="streamrl-live-") as directory:
-            errors, meanwhile = compare(engine, chosen, Path(directory))
-        kind = KINDS[engine]
-        print(f"{kind}: {len(errors)} settings off by {median(errors):.1%} (median), {max(errors):.1%} (worst)")
-        figures |= {
-            f"live_error_{kind}_median": round(median(errors), 4),
-            f"live_error_{kind}_worst": round(max(errors), 4),
-        }
-        others = max(others, meanwhile)
+            compared = compare(engine, chosen, Path(directory))
+        for kind, errors in ((KINDS[engine], compared.errors), ("paced", compared.paced)):
+            if errors:
+                print(f"{kind}: {len(errors)} settings off by {median(errors):.1%} (median), {max(errors):.1%} (worst)")
+                figures |= {
+                    f"live_error_{kind}_median": round(median(errors), 4),
+                    f"live_error_{kind}_worst": round(max(errors), 4),
+                }
+        others = max(others, compared.others)
     if others > QUIET_SHARE:
         print(f"other programs took up to {others:.0%} of this machine: measure again when it is quiet")
     return figures
