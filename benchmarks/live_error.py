@@ -43,8 +43,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import msgspec
-
 from orchestrator.cli.profile import QUIET_SHARE, MachineLoad
 from orchestrator.config.load import resolve
 from orchestrator.core.model.settings import core_settings
@@ -322,10 +320,8 @@ def predicted(
     """Seconds of each iteration by the simulator. each_prompt: tokens; the emulated hardware counts them where its
     memory is limited."""
     decode, train, load_s = emulated(settings) if profile is None else measured(profile)
-    if settings.generation.kv_tokens:  # the profile was made without
-        decode = msgspec.structs.replace(decode, kv_capacity_tokens=settings.generation.kv_tokens, padded=True)
     costs = CostModel(
-        decode=decode,
+        decode=decode.limited(settings.generation.kv_tokens),  # the profile was made without
         train=train,
         dispatch_s=found.dispatch_s,
         scoring_s=found.scoring_s,

@@ -22,9 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from orchestrator.config.load import render, resolve
 from orchestrator.prompts.source import write_held_out
-from tests.fakes.tiny_models import tiny_model
-from tests.fakes.training import make_groups
-from tests.unit.test_slots import (
+from tests.fakes.decoding import (
     V0,
     V1,
     beginning_of,
@@ -37,6 +35,8 @@ from tests.unit.test_slots import (
     request,
     run_all,
 )
+from tests.fakes.tiny_models import tiny_model
+from tests.fakes.training import make_groups
 from transport.contracts.settings import GenerationSettings, ScoringSettings, Settings, TrainerSettings
 from transport.contracts.types import FinishReason
 from transport.process import gpus

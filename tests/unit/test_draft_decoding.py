@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.decoding import V0, V1, by_sample, check_logprobs, decoder_of, next_turn, prompt_of, request, run_all
 from tests.fakes.tiny_models import VOCAB, tiny_model
-from tests.unit.test_slots import V0, V1, by_sample, check_logprobs, decoder_of, next_turn, prompt_of, request, run_all
 from transport.contracts.types import FinishReason, GroupId
 from transport.rows.partial import Beginning
 from workers.generation.embedded.drafts import SaidBefore

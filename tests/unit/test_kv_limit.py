@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.tiny_models import tiny_model
-from tests.unit.test_draft_decoding import drafted_by, drafting_of
-from tests.unit.test_slots import (
+from tests.fakes.decoding import (
     V0,
     V1,
     beginning_of,
@@ -23,6 +21,8 @@ from tests.unit.test_slots import (
     request,
     run_all,
 )
+from tests.fakes.tiny_models import tiny_model
+from tests.unit.test_draft_decoding import drafted_by, drafting_of
 from transport.contracts.types import FinishReason, GroupId
 from workers.generation.embedded.forward import FIRST_CAPACITY, LIMITED_STEP, KVShape, SlotKV
 from workers.generation.engine import Completion, EngineFailure
@@ -44,13 +44,7 @@ def limited(model, *, slots=8, kv_tokens=LIMIT, **more):
 
 def run_within(decoder, requests=(), max_steps=2000):
     """All results; after every step memory is within its limit."""
-    results = [result for each in requests for result in decoder.submit(each)]
-    for _ in range(max_steps):
-        if not decoder.has_work:
-            return results
-        results += decoder.step()
-        check_memory(decoder)
-    raise AssertionError(f"not done after {max_steps} steps")
+    return run_all(decoder, requests, max_steps, check=check_memory)
 
 
 def check_memory(decoder):

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
+from tests.fakes.decoding import V0, check_logprobs, request, run_all
 from tests.fakes.tiny_models import VOCAB, tiny_model
-from tests.unit.test_slots import V0, check_logprobs, request, run_all
 from workers.generation.embedded.engine import make_decoder
 from workers.generation.embedded.forward import FusedForward, LoadedModel
 from workers.generation.embedded.step_cost import StepCost

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from orchestrator.config.rules import violations
+from tests.fakes.decoding import by_sample, check_logprobs, decoder_of, request, run_all
 from tests.fakes.tiny_models import tiny_model
 from tests.unit.test_server_parts import OLD, chunk
-from tests.unit.test_slots import by_sample, check_logprobs, decoder_of, request, run_all
 from transport.contracts.settings import GenerationSettings, Settings
 from transport.contracts.types import FinishReason
 from workers.generation.engine import NO_STOPS, StopStrings

@@ -69,6 +69,16 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
         seconds = {name: factor * getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}
         return msgspec.structs.replace(self, **seconds)
 
+    def limited(self, kv_tokens: int) -> DecodeCost:
+        """Where memory holds so many tokens, each sample like the longest, as our engines do; 0: as it is."""
+        if not kv_tokens:
+            return self
+        return msgspec.structs.replace(self, kv_capacity_tokens=float(kv_tokens), padded=True)
+
+    def held_tokens(self, samples: float, tokens: float, longest: float) -> float:
+        """What so many samples take of the KV cache: ``tokens`` of context together, each ``longest`` at most."""
+        return samples * longest if self.padded else tokens
+
     def step_s(self, batch: float, context_tokens: float) -> float:
         """One decode step of ``batch`` samples that hold ``context_tokens`` at its start."""
         arithmetic_s = batch * self.gemm_sample_s
@@ -277,10 +287,12 @@ class ContinuousBatching(Generic[R]):
     @property
     def held_tokens(self) -> float:
         """In the KV cache, which the next step reads; one more for each sample and step, padded or not."""
-        return self._longest() * len(self.running) if self.cost.padded else self.context
+        return self.cost.held_tokens(len(self.running), self.context, self._longest())
 
     def _longest(self) -> float:
-        """Context of the longest running sample."""
+        """Context of the longest running sample, where it matters."""
+        if not self.cost.padded:
+            return 0.0
         return max((self.steps + sample.context - sample.start_step for _, _, sample in self.running), default=0.0)
 
     def advance(self, steps: int, now_s: float) -> list[Sample[R]]:
@@ -308,15 +320,15 @@ class ContinuousBatching(Generic[R]):
 
     def admit(self) -> None:
         """Retract what the cache cannot hold for one more step, then fill free slots; prefill what was admitted."""
-        kv_tokens, padded = self.cost.kv_capacity_tokens, self.cost.padded
+        kv_tokens = self.cost.kv_capacity_tokens
         while is_full(len(self.running), self.held_tokens, kv_tokens):
             self._retract()
         prefill = 0.0
-        longest = self._longest() if padded else 0.0
+        longest = self._longest()
         while self.waiting and len(self.running) < self.slots:
             samples, entering = len(self.running) + 1, self.waiting[0][2].context
             longest = max(longest, entering)
-            held = samples * longest if padded else self.context + entering
+            held = self.cost.held_tokens(samples, self.context + entering, longest)
             if not has_room(samples, held, kv_tokens, self.max_context):
                 break
             _, order, sample = heapq.heappop(self.waiting)

@@ -78,9 +78,7 @@ class EmulatedEngine:
             fixed_s=costs.step_s * scale,
             sample_s=costs.sample_step_s * scale,
             prefill_token_s=costs.prefill_token_s * scale,
-            kv_capacity_tokens=kv_tokens or math.inf,
-            padded=kv_tokens > 0,
-        )
+        ).limited(kv_tokens)
         self._kv_tokens = kv_tokens
         self._load_s = costs.load_s * scale
         self._logprob = EMULATED_LOGPROB - (costs.fp8_mismatch if fp8 else 0.0)

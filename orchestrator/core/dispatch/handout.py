@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from operator import mul
 
 from orchestrator.core.dispatch.probes import follow_longest, probe_pays
 from orchestrator.core.model.groups import MISSING, Batch, Group, Lane, Stage
@@ -314,9 +313,13 @@ def use_plan(p: Pipeline, event: PlanComputed) -> None:
         for rank, group in enumerate(groups):
             enqueue_for(p, worker.worker_id, group, rank)
         p.plans.limits[worker.worker_id] = min(worker.capacity, sum(group.num_missing for group in groups))
-        cost, samples = p.settings.decode_cost, [group.num_missing for group in groups]
-        halfway = [group.prompt_tokens + group.predicted_tokens / 2 for group in groups]
-        held = sum(samples) * max(halfway, default=0) if cost.padded else sum(map(mul, samples, halfway))
+        cost = p.settings.decode_cost
+        halfway = [(group.num_missing, group.prompt_tokens + group.predicted_tokens / 2) for group in groups]
+        held = cost.held_tokens(
+            sum(samples for samples, _ in halfway),
+            sum(samples * tokens for samples, tokens in halfway),
+            max((tokens for _, tokens in halfway), default=0),
+        )
         p.plans.note_share(worker.worker_id, crowded=held > cost.kv_capacity_tokens)
 
 

@@ -194,7 +194,7 @@ def pace_of(
     """
     tokens, longest = float(sum(lengths)), max(lengths)
     context = sum(length * (prompt_tokens + length / 2) for length in lengths)
-    held = tokens * (prompt_tokens + longest) if cost.padded else context + prompt_tokens * len(lengths)
+    held = cost.held_tokens(tokens, context + prompt_tokens * len(lengths), prompt_tokens + longest)
 
     def keeps_up(workers: int, period_s: float) -> bool:
         share = workers * period_s

@@ -88,13 +88,6 @@ def decode_cost_of(cost: DecodeCostSettings) -> DecodeCost:
     return DecodeCost(**named)
 
 
-def _run_decode_cost(settings: Settings) -> DecodeCost:
-    """As profiled; the memory is what this run gives its engines."""
-    cost = decode_cost_of(settings.decode_cost)
-    kv_tokens = settings.generation.kv_tokens
-    return msgspec.structs.replace(cost, kv_capacity_tokens=float(kv_tokens), padded=True) if kv_tokens else cost
-
-
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What decides a run, and nothing else.
 
@@ -213,7 +206,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         "critic": settings.has_critic,
         "service": trainer.engine == "none",
         "dispatch": chosen_dispatch(settings),
-        "decode_cost": _run_decode_cost(settings),
+        "decode_cost": decode_cost_of(settings.decode_cost).limited(settings.generation.kv_tokens),
         "train_token_s": settings.decode_cost.train_token_s,
         "max_response_tokens": settings.sampling.max_new_tokens,
         "scaling": scaling if low < high else None,

@@ -19,6 +19,7 @@ from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Plan, Problem, by_instance, longest_first
+from transport.contracts.continuous_batching import DecodeCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,7 @@ class Pricing:
 
     base_s: of a step, whatever is in it.  sample_s: what a sample adds to a step.  token_s: what a context token adds.
     free: samples whose arithmetic hides behind the weights.  gemm_s: of each sample beyond those, a step.
-    max_running, kv_tokens: its own limit of samples, and the context that memory has room for.  padded: there each
-    sample takes as much as the longest.
+    max_running: its own limit of samples.  cost: of memory, what it holds and what samples take of it.
     hand_s, hand_steps: what is in hand adds to every plan: work, and the steps that its longest sample still takes.
     """
 
@@ -42,9 +42,8 @@ class Pricing:
     free: int
     gemm_s: float
     max_running: int
-    kv_tokens: float
+    cost: DecodeCost
     prompt_tokens: float
-    padded: bool = False
     hand_s: float = 0.0
     hand_steps: float = 0.0
 
@@ -55,10 +54,11 @@ class Pricing:
 
     def slots(self, samples: int, tokens: float, longest: float) -> float:
         """How many of these run at once, each with room for its whole context, or for that of the longest."""
-        context = samples * self.prompt_tokens + (samples * longest if self.padded else tokens)
-        if context <= self.kv_tokens:
+        prompts, kv_tokens = samples * self.prompt_tokens, self.cost.kv_capacity_tokens
+        held = self.cost.held_tokens(samples, prompts + tokens, self.prompt_tokens + longest)
+        if held <= kv_tokens:
             return self.max_running
-        return max(1.0, min(self.max_running, self.kv_tokens * samples / context))
+        return max(1.0, min(self.max_running, kv_tokens * samples / held))
 
     def work_s(self, length: float, squared: float) -> float:
         """What a sample adds over its life. length, squared: of its tokens, the mean of each."""
@@ -69,7 +69,7 @@ class Pricing:
         long as it is there. sigma: of its log length."""
         squared = mean_tokens * mean_tokens * math.exp(sigma * sigma)
         context = self.prompt_tokens * mean_tokens + squared / 2
-        part = max(mean_tokens / self.max_running, context / self.kv_tokens)
+        part = max(mean_tokens / self.max_running, context / self.cost.kv_capacity_tokens)
         return self.work_s(mean_tokens, squared) + self.base_s * part
 
     def end_s(
@@ -100,9 +100,8 @@ def price(instance: Instance, prompt_tokens: float) -> Pricing:
         free=int(cost.weights_s / cost.gemm_sample_s) if cost.gemm_sample_s > 0 else instance.max_running,
         gemm_s=cost.gemm_sample_s,
         max_running=instance.max_running,
-        kv_tokens=cost.kv_capacity_tokens,
+        cost=cost,
         prompt_tokens=prompt_tokens,
-        padded=cost.padded,
     )
     if not instance.in_hand:
         return priced
@@ -166,7 +165,7 @@ def slicing(problem: Problem, inflation: float = INFLATION, lead: float = 0.0) -
 
 def _places_longest(pricing: Pricing) -> tuple[float, float, float]:
     """Sort key of instances from the longest slice on: quick steps, then room for a group that would wait elsewhere."""
-    return pricing.base_s, -pricing.max_running, -pricing.kv_tokens
+    return pricing.base_s, -pricing.max_running, -pricing.cost.kv_capacity_tokens
 
 
 def _work_sums(groups: Sequence[GroupLength], pricing: Pricing) -> list[float]:
@@ -225,8 +224,7 @@ def steady_slicing(problem: Problem, inflation: float = STEADY_INFLATION) -> Pla
             instance = instances[place]
             tokens, context = tokens_before[stop] - tokens_before[start], context_before[stop] - context_before[start]
             step_s = instance.cost.steady_step_s(tokens / period_s, context / period_s)
-            padded = tokens * (problem.prompt_tokens + longest[start])
-            held = padded if instance.cost.padded else context
+            held = instance.cost.held_tokens(tokens, context, problem.prompt_tokens + longest[start])
             return (
                 longest[start] * step_s <= bound_s
                 and tokens * step_s <= FILL * instance.max_running * period_s
