@@ -48,7 +48,7 @@ from orchestrator.config.load import resolve
 from orchestrator.core.model.settings import core_settings
 from orchestrator.observability.metrics import read_metrics
 from orchestrator.planning.profiles import Profile, read_profile
-from orchestrator.sim.costs import TrainCost
+from orchestrator.sim.costs import ALONE, TrainCost
 from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.lengths import prompt_id
 from orchestrator.sim.replay import recorded_commands
@@ -328,10 +328,7 @@ def predicted(
         publish_s=found.publish_s,
         transfer_s=found.load_s + setting.transfer_s * settings.emulated.time_scale,
         load_s=load_s,
-        decode_beside=profile.decode_beside if profile is not None else 1.0,
-        train_beside=profile.train_beside if profile is not None else 1.0,
-        decode_share=profile.decode_share if profile is not None else 0.0,
-        train_share=profile.train_share if profile is not None else 0.0,
+        sharing=profile.measured.sharing if profile is not None else ALONE,
     )
     pipeline = settings.pipeline
     forced = ForcedLengths(

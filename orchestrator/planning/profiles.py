@@ -18,7 +18,7 @@ import msgspec
 
 from orchestrator.core.model.settings import decode_cost_of
 from orchestrator.errors import ConfigError
-from orchestrator.sim.costs import GPUS, Gpu, Measured, TrainCost
+from orchestrator.sim.costs import GPUS, Gpu, Measured, Sharing, TrainCost
 from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
 from transport.contracts.llms import BF16, Fp8, Llm, UnknownModelError, from_config
 from transport.contracts.settings import DecodeCostSettings
@@ -92,8 +92,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def measured(self) -> Measured:
         """For the cost model."""
-        same = {name: getattr(self, name) for name in Measured.__struct_fields__ if name != "decode"}
-        return Measured(decode=decode_cost_of(self.decode_cost), **same)
+        same = {name: getattr(self, name) for name in Measured.__struct_fields__ if name not in ("decode", "sharing")}
+        sharing = Sharing(**{name: getattr(self, name) for name in Sharing.__struct_fields__})
+        return Measured(decode=decode_cost_of(self.decode_cost), sharing=sharing, **same)
 
     @property
     def round_tokens(self) -> int:

@@ -66,14 +66,30 @@ class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.mini_batch_s + self.optimizer_s
 
 
+class Sharing(msgspec.Struct, frozen=True, kw_only=True):
+    """What engines and trainer cost one another on a machine that they share; as it comes, nothing.
+
+    decode_beside, train_beside: seconds of decode steps, and of the trainer's work, while one of each does, over alone.
+    decode_share, train_share: of the machine's cores, what one engine, and the trainer, keep busy; 0: they compute
+    elsewhere.
+    """
+
+    decode_beside: float = 1.0
+    train_beside: float = 1.0
+    decode_share: float = 0.0
+    train_share: float = 0.0
+
+
+ALONE = Sharing()
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of one engine and one trainer, with one model.
 
     decode: of one generation worker.  train: of one rank, as it was set; None: no trainer was measured.
     publish_s: a version leaves the trainer.  load_s: it is fetched and put into an engine.
     slots, micro_batch_tokens: the largest batch and micro-batch that were measured.
-    decode_beside, train_beside: seconds of either while both work on one machine, over alone.  decode_share,
-    train_share: of its cores, what one worker, and one rank, keep busy; 0: they compute elsewhere.
+    sharing: of one worker and one rank on one machine.
     """
 
     decode: DecodeCost
@@ -82,10 +98,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     slots: int
     micro_batch_tokens: int
-    decode_beside: float = 1.0
-    train_beside: float = 1.0
-    decode_share: float = 0.0
-    train_share: float = 0.0
+    sharing: Sharing = ALONE
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from orchestrator.core.model.groups import NO_WORKER
 from orchestrator.core.model.outbox import CommandId
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.sim.costs import TrainCost
+from orchestrator.sim.costs import ALONE, Sharing, TrainCost
 from orchestrator.sim.lengths import LengthModel, Lengths
 from transport.contracts.continuous_batching import DecodeCost, Drafts
 from transport.contracts.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
@@ -45,8 +45,7 @@ class CostModel:
     partial_s: between two times that what running samples have got is kept for whoever goes on with them; 0: never.
     drafts: of the engines; None: they draft nothing.
     noise: spread by which a worker is slower than its cost, all its life, and each part of a round than the rank's.
-    decode_beside, train_beside: decode steps and the trainer's work take so many times as long while both go on, where
-    they share a machine.  decode_share, train_share: of its cores, what one engine and the trainer keep busy; 0: none.
+    sharing: of a machine that engines and trainer share.
     """
 
     decode: DecodeCost = SMALL_DECODE
@@ -64,15 +63,7 @@ class CostModel:
     spawn_s: float = 10.0
     drafts: Drafts | None = None
     noise: float = 0.0
-    decode_beside: float = 1.0
-    train_beside: float = 1.0
-    decode_share: float = 0.0
-    train_share: float = 0.0
-
-    @property
-    def shared(self) -> bool:
-        """Whether anything of it is slower for what else works on the machine."""
-        return (self.decode_beside, self.train_beside) != (1.0, 1.0) or bool(self.decode_share or self.train_share)
+    sharing: Sharing = ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +198,7 @@ class SharedMachine:
     now on, when that changes.
     """
 
-    costs: CostModel
+    sharing: Sharing
     decoding: set[WorkerId] = field(default_factory=set[WorkerId])
     training: bool = False
     engines: list[Callable[[float], None]] = field(default_factory=list[Callable[[float], None]])
@@ -235,14 +226,14 @@ class SharedMachine:
 
     def _slowdowns(self) -> tuple[float, float]:
         """Seconds of an engine's and of the trainer's work now, over those alone."""
-        costs, engines, trains = self.costs, len(self.decoding), self.training
+        engines, trains, sharing = len(self.decoding), self.training, self.sharing
         decode = self._turns(max(1, engines), trains) / self._turns(1, trains)
         train = self._turns(engines, True) / self._turns(min(1, engines), True)
-        return decode * (costs.decode_beside if trains else 1.0), train * (costs.train_beside if engines else 1.0)
+        return decode * (sharing.decode_beside if trains else 1.0), train * (sharing.train_beside if engines else 1.0)
 
     def _turns(self, engines: int, trains: bool) -> float:
         """Seconds of work of so many at once, over those with cores for all."""
-        return max(1.0, engines * self.costs.decode_share + trains * self.costs.train_share)
+        return max(1.0, engines * self.sharing.decode_share + trains * self.sharing.train_share)
 
 
 class Simulation:
@@ -258,7 +249,7 @@ class Simulation:
         self.chance = random.Random(scenario.faults.seed)
         self.log = SimulationLog(initial=self.state.snapshot() if scenario.record else b"")
         self.finished = False
-        self.machine = SharedMachine(scenario.costs) if scenario.costs.shared else None
+        self.machine = SharedMachine(scenario.costs.sharing) if scenario.costs.sharing != ALONE else None
         self._heap: list[tuple[float, int, Action]] = []
         self._num_scheduled = 0
         self._actors: dict[type[Command], Execute] = {}

@@ -212,13 +212,8 @@ def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostMode
         heartbeat_s=HEARTBEAT_S,
     )
     if trainer is not None and trainer == engine:  # one machine, as it was profiled
-        costs = replace(
-            costs,
-            decode_beside=trainer.decode_beside,
-            train_beside=trainer.train_beside,
-            decode_share=trainer.decode_share,
-            train_share=trainer.train_share * layout.training_gpus,
-        )
+        share = trainer.sharing.train_share * layout.training_gpus
+        costs = replace(costs, sharing=msgspec.structs.replace(trainer.sharing, train_share=share))
     if not layout.colocated:
         return costs
     return replace(costs, switch_s=switch_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed))

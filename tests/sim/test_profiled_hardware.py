@@ -16,7 +16,7 @@ from orchestrator.cli.commands import app
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import Errors, Profile
-from orchestrator.sim.costs import TrainCost
+from orchestrator.sim.costs import Sharing, TrainCost
 from orchestrator.sim.engine import CostModel, Scenario, SharedMachine
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost
@@ -130,7 +130,7 @@ def test_more_at_once_than_cores_take_turns(write: Write, lengths: Path):
 
 def test_one_of_each_at_once_is_as_it_was_measured():
     """What both take beside one another has been measured on these cores: it is not charged again."""
-    machine = SharedMachine(CostModel(decode_beside=2.2, train_beside=2.1, decode_share=1.0, train_share=1.0))
+    machine = SharedMachine(Sharing(decode_beside=2.2, train_beside=2.1, decode_share=1.0, train_share=1.0))
     decode, train = list[float](), list[float]()
     machine.engines.append(decode.append)
     machine.trainers.append(train.append)
@@ -162,8 +162,7 @@ def test_work_beside_other_work_takes_exactly_as_long_as_told():
         costs = CostModel(
             decode=DecodeCost(fixed_s=fixed_s),
             train=TrainCost(token_s=0.0, round_s=round_s),
-            decode_beside=decode,
-            train_beside=train,
+            sharing=Sharing(decode_beside=decode, train_beside=train),
         )
         core = CoreSettings(num_batches=6, groups_per_batch=4, group_size=2, max_staleness=1)
         return simulate(Scenario(core=core, workers=1, costs=costs)).end_s

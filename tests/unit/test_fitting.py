@@ -180,7 +180,7 @@ def test_a_profile_is_read_by_runs_and_by_the_cost_model(tmp_path: Path):
     assert saturated <= ROUND_SHARE or profile.round_tokens == profile.micro_batch_tokens
     assert profile.decode_beside == 1.3
     assert profile.train_beside == 1.0, "nothing is faster for company"
-    assert (profile.decode_share, profile.measured.train_share) == (0.25, 0.5)
+    assert (profile.decode_share, profile.measured.sharing.train_share) == (0.25, 0.5)
     assert profile.llm is not None
     assert profile.llm.layers == 2
     said = report(profile)
