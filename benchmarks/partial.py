@@ -2,8 +2,8 @@
 
 Real processes: two generation workers with the emulated engine, whose samples take ``LENGTH`` tokens of ``STEP_S``
 each. Both are killed once, in the middle of their first samples, one after the other; the run then goes on to its end
-and is audited. What a killed worker had sampled is the time from the dispatch of a group to the moment at which its
-loss was known, so it is counted a little high, in both runs; what went on from it is what rows say.
+and is audited. What a killed worker had sampled is the time from the dispatch of a group to the kill, counted up to
+.2 s high and never low, in both runs; what went on from it is what rows say.
 
     python -m benchmarks.partial [--partial-s 1.0]
 
@@ -59,13 +59,16 @@ class LimitPassedError(Exception):
     """The run did not come so far in time."""
 
 
-def wait_for(holds: Callable[[], bool], what: str, run: subprocess.Popen[bytes], limit_s: float = LIMIT_S) -> None:
-    """Poll. Raises LimitPassedError."""
-    deadline_s = time.monotonic() + limit_s
+def wait_for(holds: Callable[[], bool], what: str, run: subprocess.Popen[bytes], limit_s: float = LIMIT_S) -> float:
+    """Poll. Returns when it did not hold yet, on the monotonic clock. Raises LimitPassedError."""
+    before_s = asked_s = time.monotonic()
+    deadline_s = asked_s + limit_s
     while not holds():
-        if time.monotonic() > deadline_s or run.poll() is not None:
+        if asked_s > deadline_s or run.poll() is not None:
             raise LimitPassedError(f"no {what} within {limit_s:.0f} s, or the run ended before")
         time.sleep(0.1)
+        before_s, asked_s = asked_s, time.monotonic()
+    return before_s
 
 
 def dispatched(run_dir: Path) -> bool:
@@ -76,22 +79,24 @@ def dispatched(run_dir: Path) -> bool:
     )
 
 
-def killed_run(directory: Path, partial_s: float) -> Path:
-    """A run of one batch whose workers are both killed once. Returns its directory."""
+def killed_run(directory: Path, partial_s: float) -> tuple[Path, list[float]]:
+    """A run of one batch whose workers are both killed once. Returns its directory, and the kills: s from dispatch."""
     name = f"partial-{partial_s:g}"
     command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain"]
     command += ["--dir", str(directory), "--name", name, "--set", "run.batches=1"]
     for key, value in (SETTINGS | {"generation.partial_s": partial_s}).items():
         command += ["--set", f"{key}={value}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    killed_s: list[float] = []
     with (directory / f"{name}.log").open("wb") as log:
         run = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env=environment)
         try:
-            wait_for(lambda: dispatched(directory / name), "dispatch", run)
+            dispatched_s = wait_for(lambda: dispatched(directory / name), "dispatch", run)
             workers = of_role(psutil.Process(run.pid).children(recursive=True), "generate")
             time.sleep(KILL_AFTER_S)
             for worker in workers:
                 send(worker, signal.SIGKILL)
+                killed_s.append(time.monotonic() - dispatched_s)
                 time.sleep(BETWEEN_S)
             wait_for(lambda: run.poll() is not None, "end", run)
         except LimitPassedError:
@@ -103,30 +108,33 @@ def killed_run(directory: Path, partial_s: float) -> Path:
                 run.wait(timeout=30)
     if run.returncode:
         raise SystemExit(f"the run ended with {run.returncode}:\n{(directory / f'{name}.log').read_text()[-2000:]}")
-    return directory / name
+    return directory / name, killed_s
 
 
-def sampled_twice(run_dir: Path) -> float:
-    """Tokens that lost workers had sampled and nobody went on from."""
+def sampled_twice(run_dir: Path, killed_s: list[float]) -> float:
+    """Tokens that workers had sampled when they were killed, and nobody went on from.  killed_s: after the dispatch."""
     running: dict[str, dict[str, tuple[float, GroupPlan]]] = {}
     rows: set[str] = set()
     before: dict[str, float] = {}  # row: tokens that attempts at it had when they were lost
     resumed: dict[str, int] = {}
     num_lost = 0
+    dispatched_s = None
     for record, commands in recorded_commands(run_dir / "journal"):
         event = record.event
         if isinstance(event, RolloutFinished):
             rows.add(event.row_id)
             resumed[event.row_id] = event.resumed_tokens
         if isinstance(event, WorkerLost) and event.worker_id in running and not event.left:
+            ended_s = (dispatched_s or 0.0) + killed_s[num_lost]
             num_lost += 1
             for since_s, plan in running.pop(event.worker_id).values():
                 for row in (row_id(plan.group_id, sample) for sample in plan.samples):
                     if row not in rows:
-                        before[row] = before.get(row, 0.0) + min(LENGTH, (record.now_s - since_s) / STEP_S)
+                        before[row] = before.get(row, 0.0) + min(LENGTH, max(0.0, ended_s - since_s) / STEP_S)
         for one in commands:
             if isinstance(one, DispatchGroups):
                 plan = one.plans[0]
+                dispatched_s = record.now_s if dispatched_s is None else dispatched_s
                 running.setdefault(one.worker_id, {})[plan.group_id] = (record.now_s, plan)
     if num_lost < 2:
         raise SystemExit(f"{num_lost} workers of 2 were lost: the run proves nothing")
@@ -146,8 +154,8 @@ def main() -> None:
         lost: dict[str, float] = {}
         audits: dict[str, bool] = {}
         for name, partial_s in (("without", 0.0), ("with", options.partial_s)):
-            run_dir = killed_run(Path(directory), partial_s)
-            lost[name], audits[name] = sampled_twice(run_dir), audit(run_dir)
+            run_dir, killed_s = killed_run(Path(directory), partial_s)
+            lost[name], audits[name] = sampled_twice(run_dir, killed_s), audit(run_dir)
             print(f"{name} partial rollouts: {lost[name]:.0f} tokens were sampled twice", flush=True)
     figures: dict[str, float | bool] = {"partial": round(lost["with"] / lost["without"], 4)}
     figures |= {f"lost_tokens_{name}": round(tokens) for name, tokens in lost.items()}
