@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+from threading import Timer
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
@@ -29,10 +32,21 @@ class PythonTool:
         blocks = BLOCK.findall(text)
         if not blocks:
             return None, True, None
-        command = [sys.executable, "-I", "-c", blocks[-1]]
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=self.limit_s)
-            said = ran.stdout + ran.stderr[-self.max_characters :]
-        except subprocess.TimeoutExpired:
-            said = f"no end within {self.limit_s:g} s"
-        return said[: self.max_characters] or "it printed nothing", False, None
+        return self.run(blocks[-1]) or "it printed nothing", False, None
+
+    def run(self, program: str) -> str:
+        """What it prints, of which no more is read than is said: a program may print without end."""
+        command = [sys.executable, "-I", "-u", "-c", program]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        ) as running:
+            late = Timer(self.limit_s, os.killpg, (running.pid, signal.SIGKILL))
+            late.start()
+            printed = running.stdout.read(4 * self.max_characters)
+            ended_late = not late.is_alive()
+            late.cancel()
+            late.join()
+            os.killpg(running.pid, signal.SIGKILL)
+        if ended_late:
+            return f"no end within {self.limit_s:g} s"
+        return printed.decode(errors="replace")[: self.max_characters]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -133,18 +134,19 @@ def _as_part(problem: Problem, name: str) -> Problem:
     )
 
 
-def _mean_reward(rewards: Mapping[str, float], problem: Problem, part: str, suffix: str) -> float:
-    """By the id that it has, with or without its part, or by its text; nan, which is within no bounds, for one that
-    was not collected."""
-    names = (problem.prompt_id, problem.prompt_id.removeprefix(f"{part}/"), problem.question)
-    return next(
-        (rewards[name] for name in (*names, problem.question.removesuffix(suffix)) if name in rewards), math.nan
-    )
+def _mean_reward(rewards: Mapping[str, Mapping[str, float]], problem: Problem, part: str, suffix: str) -> float:
+    """By its text and, of several with one text, by the id that it has, with or without its part; nan, which is within
+    no bounds, for one that was not collected. An id alone does not do: rows of two files may share it.
+    """
+    texts = (problem.question, problem.question.removesuffix(suffix))
+    by_id = next((rewards[text] for text in texts if text in rewards), dict[str, float]())
+    ids = (problem.prompt_id, problem.prompt_id.removeprefix(f"{part}/"), *by_id)
+    return next((by_id[name] for name in ids if name in by_id), math.nan)
 
 
-def read_rewards(path: Path) -> dict[str, float]:
-    """Prompt id and text -> mean reward, of a file of ``collect``. Raises DataError naming the file and the line."""
-    found: dict[str, float] = {}
+def read_rewards(path: Path) -> dict[str, dict[str, float]]:
+    """Prompt's text -> id -> mean reward, of a file of ``collect``. Raises DataError naming the file and the line."""
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
     try:
         for number, row in read_rows(path):
             try:
@@ -152,7 +154,7 @@ def read_rewards(path: Path) -> dict[str, float]:
             except msgspec.ValidationError as error:
                 raise DataError(f"data.rewards: {path}:{number} is no line of `collect`: {error}") from error
             if line.rewards:
-                found[line.prompt] = found[line.id] = fmean(line.rewards)
+                found[line.prompt][line.id] = fmean(line.rewards)
     except InputFileError as error:
         raise DataError(f"data.rewards: {error}") from error
     if not found:

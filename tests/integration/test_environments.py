@@ -294,6 +294,9 @@ async def test_the_example_with_python_as_its_tool_runs_blocks_and_ends_without_
         assert await said(episode, "let me see:\n```python\nprint(17 * 23)\n```\n") == "391\n"
         assert "ZeroDivisionError" in await said(episode, "```python\n1 / 0\n```")
         assert await said(episode, "```python\nwhile True: pass\n```") == "no end within 5 s"
+        assert await said(episode, "```python\nwhile True: print(7)\n```") == "7\n" * 250, (
+            "and no memory is taken by it"
+        )
         last = await episode.step("the answer is 391", [1])
         assert (last.messages, last.done, last.reward) == ((), True, None), "the run's reward scores it"
     finally:

@@ -30,6 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -195,6 +196,12 @@ def test_a_part_may_be_a_difficulty_measured_before(tmp_path: Path, model_dir: P
     found = {part: [one.question for one in problems if one.part == part] for part in ("hard", "easy")}
     assert found["hard"] == ["q0", "q1", "q2"]
     assert found["easy"] == [f"q{index}" for index in range(3, 9)], "what was not collected is in neither"
+    other = written(
+        tmp_path / "other" / "rows.jsonl", [{"prompt": "q0", "answer": "1"}, {"prompt": "new", "answer": "1"}]
+    )
+    both = pools(tmp_path, f"data.mix.hard.path={other}")
+    asked = [one.question for one in load_problems(both).training if one.part == "hard"]
+    assert asked == ["q0"], "row 2 of a file that has its name is another prompt"
     assert Counter(parts_of(opened(settings, model_dir), 30)) == {"easy": 20, "hard": 10}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,8 +18,18 @@ from tests.fakes.agents import END, GROUP, KEY, MODEL, START, Endpoint, endpoint
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from transport.contracts.settings import EndpointSettings
-from transport.contracts.types import FinishReason, RunName, SegmentKind, WeightIdentity, evaluation_id, group_id
+from transport.contracts.types import (
+    FinishReason,
+    GroupId,
+    RunName,
+    SegmentKind,
+    WeightIdentity,
+    evaluation_id,
+    group_id,
+)
+from transport.errors import BrokerUnavailableError
 from transport.rows.columns import loss_mask
+from workers.endpoint.http import run_key
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, OnTokens
 
 HELLO = {"role": "user", "content": "Hi"}
@@ -373,6 +383,63 @@ async def test_an_end_that_is_repeated_seals_nothing_more(tmp_path: Path) -> Non
         assert foreign.status_code in (403, 410)
 
 
+async def test_a_session_that_ends_while_others_are_stopped_comes_out_once(tmp_path: Path) -> None:
+    """The engine takes its time to stop a turn; meanwhile an agent seals its sample."""
+    settings = EndpointSettings(wait_s=0.0, max_session_s=100.0)
+    async with endpoint(tmp_path, settings=settings) as served:
+        stopping, stopped = asyncio.Event(), asyncio.Event()
+
+        async def slow_abort(groups: Collection[tuple[GroupId, int]]) -> None:
+            stopping.set()
+            await stopped.wait()
+            await abort(groups)
+
+        abort, served.inner.abort = served.inner.abort, slow_abort
+        request = served.offer(0, 1)
+        busy, ready = await served.lease(), await served.lease()
+        async with client(ready) as agent, client(busy) as other:
+            await say(agent, [HELLO])
+            served.inner.held.clear()
+            asking = asyncio.create_task(say(other, [HELLO]))
+            async with asyncio.timeout(30):
+                while len(served.inner.requests) < 2:  # noqa: ASYNC110 nobody tells
+                    await asyncio.sleep(0)
+            aborting = asyncio.create_task(served.engine.abort([request.key]))
+            async with asyncio.timeout(30):
+                await stopping.wait()
+            end = await served.run.post(f"/sessions/{ready['id']}/end", json={"reward": 1})
+            assert end.status_code == 410, "its result is out: the sample as far as it was"
+            stopped.set()
+            await aborting
+            with pytest.raises(openai.APIStatusError):
+                await asking
+        results = await served.results()
+        assert sorted(getattr(one, "sample", -1) for one in results) == [-1, 1]
+
+
+async def test_two_ends_whose_bodies_come_late_are_answered_alike(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            await say(agent, [HELLO])
+        address, body = urlsplit(work["base_url"]), b'{"reward": 1}'
+        head = f"POST {address.path}/sessions/{work['id']}/end HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        head += f"authorization: Bearer {KEY}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        ends = [await asyncio.open_connection(address.hostname, address.port) for _ in range(2)]
+        for _, writer in ends:
+            writer.write(head.encode())
+            await writer.drain()
+        await served.run.get("/sessions")  # both heads were read before
+        for _, writer in ends:
+            writer.write(body)
+        answers = [await reader.read() for reader, _ in ends]
+        for _, writer in ends:
+            writer.close()
+        assert [one.split(b"\r\n", 1)[0] for one in answers] == [b"HTTP/1.1 200 OK"] * 2
+        assert len(await served.results()) == 1
+
+
 async def test_leases_are_bounded_and_evaluations_are_named(tmp_path: Path) -> None:
     async with endpoint(tmp_path) as served:
         none = await served.run.post("/sessions", json={"wait_s": 0})
@@ -399,6 +466,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": [{"role": "king", "content": "x"}]}, 400, "king"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url' is not supported"),
     ({"max_tokens": 0}, 400, ">= 1"),
+    ({"top_k": 2**31}, 400, "<= 2147483647"),
     ({"messages": [{"role": "user", "content": "x" * 2000}]}, 400, "a conversation may have 300"),
     ({"messages": [{"role": "user", "content": "x" * 9_000_000}]}, 413, "a body has at most"),
 ]
@@ -535,6 +603,38 @@ async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: 
     async with endpoint(tmp_path, broker=broker) as again:
         again.offer(1, attempt=1)
         assert (await again.lease(wait_s=30.0))["prompt_id"] == "mine-1", "the sample that is missing has its prompt"
+
+
+async def test_an_agents_own_prompt_that_could_not_be_kept_is_no_groups(tmp_path: Path) -> None:
+    class Unwilling(MemoryBroker):
+        refuses = True
+
+        async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
+            if self.refuses:
+                raise BrokerUnavailableError("broker:1", "it is away")
+            await super().put_meta(name, value, ttl_s=ttl_s)
+
+    broker = Unwilling(MemoryServer(), RunName("tiny"))
+    own = {"id": "mine-1", "question": "2+2"}
+    async with endpoint(tmp_path, broker=broker) as served:
+        served.offer(0, 1)
+        refused = await served.run.post("/sessions", json={"prompt": own, "wait_s": 30})
+        assert (refused.status_code, served.engine.sessions.own_prompts) == (503, {})
+        broker.refuses = False
+        assert (await served.lease(prompt=own))["prompt_id"] == "mine-1"
+    async with endpoint(tmp_path, broker=broker) as again:
+        again.offer(0, attempt=1)
+        assert (await again.lease(wait_s=30.0))["prompt_id"] == "mine-1"
+
+
+def test_the_key_of_a_run_is_nothing_that_its_name_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = RunName("tiny")
+    monkeypatch.setattr("transport.process.secret.own_directories", lambda: [tmp_path / "one"])
+    key = run_key(b"", name)
+    assert key == run_key(b"", name), "all workers of a user have it"
+    monkeypatch.setattr("transport.process.secret.own_directories", lambda: [tmp_path / "two"])
+    assert run_key(b"", name) != key, "and no other user"
+    assert run_key(b"a shared secret of many characters", name) not in (key, run_key(b"", name))
 
 
 async def test_a_lease_that_waits_when_the_worker_ends_is_told_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,3 +137,23 @@ def test_normalisers() -> None:
     whitened = normaliser(Objective(advantage="batch_std"), num_rows=3, num_tokens=40, advantage_squares=8.0)
     assert whitened == pytest.approx(40 * (2.0 + STD_EPSILON))
     assert token_weight(8, "sequence_mean") == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "sequence_clip", "cispo"])
+@pytest.mark.parametrize("importance", ["truncate", "mask"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_beyond_floats_leaves_no_gradient_that_is_no_number(loss, importance, advantage) -> None:
+    """A row of 2,000 tokens, each a little likelier than when it was sampled: the ratio of the whole is exp(100)."""
+    count = 2000
+    for each, old in ((0.05, None), (0.05, [-1.0] * count), (100.0, None), (100.0, [-1.0] * count)):
+        tokens = replace(
+            tokens_of([advantage] * count, rollout=[-1.0 - (old is not None) * 100.0] * count, old=old),
+            row_N=torch.zeros(count, dtype=torch.int64),
+        )
+        logprobs_N = torch.full((count,), -1.0 + each).requires_grad_()
+        objective = Objective(
+            loss=loss, importance=importance, importance_cap=2.0, old_logprobs="recomputed" if old else "rollout"
+        )
+        policy_loss_N(logprobs_N, tokens, objective).sum().backward()
+        assert logprobs_N.grad is not None
+        assert logprobs_N.grad.isfinite().all()

@@ -42,6 +42,7 @@ MARKER = "Answer:"
         ("Answer: <7>", "7"),
         ("Answer:\n-7", "-7"),
         ("Answer: the red fox", "the red fox"),
+        ("\u0130\u0130\u0130 Answer: 55", "55"),  # longer in lower case
         ("Answer:", None),
         ("Answer:  \n ", None),
         ("7", None),

@@ -57,6 +57,11 @@ def test_an_even_grid_of_uniforms_gives_the_brute_force_distribution(temperature
     assert (counts[expected == 0] == 0).all()
 
 
+def test_a_top_p_too_small_for_a_float_leaves_the_likeliest():
+    tokens, _ = sample_tokens(torch.tensor([[0.1, 2.0, 2.0]]), draw_of(1, top_p=1e-300))
+    assert tokens.tolist() == [1]
+
+
 def test_hashed_uniforms_pass_a_chi_square_test():
     keys = np.array([stream_key(7, sample) for sample in range(200)])
     points = np.concatenate([uniforms(keys, np.full(200, position)) for position in range(500)])

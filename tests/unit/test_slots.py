@@ -262,6 +262,7 @@ def test_each_sample_may_have_its_own_limit():
         ({"limits": (1, 2, 0)}, "out of range"),
         ({"top_p": 0.0}, "out of range"),
         ({"temperature": -1.0}, "out of range"),
+        ({"top_k": 2**31}, "out of range"),
     ],
 )
 def test_a_request_that_can_never_run_fails_at_once(change, said):

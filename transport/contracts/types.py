@@ -153,13 +153,17 @@ class VersionSpan(Struct, frozen=True, kw_only=True):
     weights: WeightIdentity
 
 
+MAX_TOP_K = 2**31 - 1
+"""More than any vocabulary; engines hold it in 32 bits."""
+
+
 class SamplingParams(Struct, frozen=True, kw_only=True):
     """How to sample one completion."""
 
     max_new_tokens: int  # limit, >= 1
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # in (0, 1]
-    top_k: int = 0  # 0 is off
+    top_k: int = 0  # 0 is off; at most MAX_TOP_K
     stop_token_ids: tuple[int, ...] = ()  # any of them ends the completion and is its last token
     ignore_eos: bool = False  # generate to the limit
     seed: int = 0  # of this group's samples; sample i uses its own stream derived from (seed, i)

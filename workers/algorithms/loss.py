@@ -179,13 +179,19 @@ def normaliser(objective: Objective, *, num_rows: int, num_tokens: int, advantag
     return max(size, 1) * (deviation if objective.advantage == "batch_std" else 1.0)
 
 
+MAX_LOG_RATIO = 80.0
+"""exp of more than 88 is infinite in float32, and what clipping then multiplies with 0 has no gradient but NaN. The sum
+over a row of thousands of tokens comes there."""
+
+
 def importance_weight_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, objective: Objective) -> Tensor:
     """exp(old - rollout), cut at the cap: corrects for the engine's numbers not being the trainer's. A constant.
 
     Source: truncated importance sampling (TIS), fengyao.notion.site/off-policy-rl; TRL's "token_truncate", and "mask":
     "token_mask", where what is above the cap does not count at all.
     """
-    weight_N, cap = torch.exp(old_logprobs_N - rollout_logprobs_N).detach(), objective.importance_cap
+    log_weight_N, cap = (old_logprobs_N - rollout_logprobs_N).detach(), objective.importance_cap
+    weight_N = torch.exp(log_weight_N.clamp(max=MAX_LOG_RATIO))
     return weight_N.clamp(max=cap) if objective.importance == "truncate" else weight_N * (weight_N <= cap)
 
 
@@ -195,7 +201,7 @@ def policy_ratio_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective)
     log_ratio_N = logprobs_N - old_N
     if objective.loss in BY_ROW:
         log_ratio_N = _over_row_N(log_ratio_N, tokens, mean=objective.loss == "gspo")
-    return torch.exp(log_ratio_N)
+    return torch.exp(log_ratio_N.clamp(max=MAX_LOG_RATIO))
 
 
 def _over_row_N(values_N: Tensor, tokens: TokenBatch, *, mean: bool) -> Tensor:

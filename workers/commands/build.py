@@ -21,7 +21,7 @@ from transport.broker.events import event_entry
 from transport.contracts.ledger import checkpoints_place, critic_checkpoints_place
 from transport.contracts.messages import MessageDecoder, WorkerLost
 from transport.contracts.settings import LoraSettings, RowSettings, Settings, TensorSettings
-from transport.contracts.types import WorkerId
+from transport.contracts.types import RunName, WorkerId
 from transport.contracts.user_files import ForcedLengths, ModelIdentity, identify_model
 from transport.process.clock import MonotonicClock
 from transport.process.files import run_directory, writing
@@ -217,9 +217,8 @@ async def with_endpoint(
 ) -> GenerationEngine:
     """The engine whose samples are conversations of agents, which reach it over HTTP. Raises ModelError."""
     from transport.process.http import ENDPOINT_ADDRESSES, ENDPOINT_KEY
-    from transport.process.secret import Purpose, derive
     from workers.endpoint.engine import SessionEngine
-    from workers.endpoint.http import EndpointServer
+    from workers.endpoint.http import EndpointServer, run_key
     from workers.endpoint.prompts import BrokerPrompts
     from workers.environments.encoder import ObservationEncoder
     from workers.models import stop_token_ids
@@ -242,7 +241,7 @@ async def with_endpoint(
         sessions,
         host=endpoint.host,
         port=endpoint.port + index if endpoint.port else 0,
-        key=derive(secret + settings.run.name.encode(), Purpose.ENDPOINT),
+        key=run_key(secret, RunName(settings.run.name)),
         address_file=run_dir / ENDPOINT_ADDRESSES / f"{index}.address",
         key_file=run_dir / ENDPOINT_KEY,
     )

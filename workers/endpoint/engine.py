@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -161,8 +161,10 @@ class SessionEngine:
     async def _end_lapsed(self) -> None:
         while True:
             await asyncio.sleep(LAPSE_S)
-            for session, reason in self.sessions.lapsed(self._clock.now_s()):
-                await self.give_back(session, reason)
+            lapsed = self.sessions.lapsed(self._clock.now_s())
+            for session, reason in lapsed:
+                self._give_back(session, reason)
+            await self._stop_turns(session for session, _ in lapsed)
 
     def submit(self, request: GenerationRequest) -> None:
         # room for the whole conversation; ids are checked by an engine that reads them
@@ -199,7 +201,7 @@ class SessionEngine:
             reason = "the run does not want its sample any more (another version of the weights, or a time-out)"
             self._results.put(self._aborted(session))
             self.sessions.close(session, End(reason=reason, sealed=False))
-            await self._stop_turns(session)
+        await self._stop_turns(sessions)
 
     def _aborted(self, session: Session) -> Result:
         end = session.conversation.longest
@@ -274,28 +276,48 @@ class SessionEngine:
             session = self.sessions.lease_own(now_s, prompt)
             if session is None and (name := self.sessions.untouched_group()) is not None:
                 self.sessions.own_prompts[name] = prompt  # nobody else takes a seat of it for the row's question now
-                await self._prompts.keep(name, prompt)
+                try:
+                    await self._prompts.keep(name, prompt)
+                except BaseException:
+                    self.sessions.own_prompts.pop(name, None)
+                    raise
                 session = self.sessions.lease_own(now_s, prompt)
             return session
 
     def heard(self, session: Session) -> None:
         session.heard_s = self._clock.now_s()
 
+    def report(self, session: Session, reward: float) -> None:
+        """The reward that its sample is to have, until another one is reported.
+
+        Raises EndpointRefusedError: the session has ended.
+        """
+        self._check_still_open(session)
+        session.reward = reward
+
     async def give_back(self, session: Session, reason: str) -> None:
-        """Its agent failed: what it did is dropped, and its sample waits for another agent, or has failed."""
+        """Its agent failed: what it did is dropped, and its sample waits for another agent, or has failed.
+
+        Raises EndpointRefusedError: the session has ended.
+        """
+        self._check_still_open(session)
+        self._give_back(session, reason)
+        await self._stop_turns([session])
+
+    def _give_back(self, session: Session, reason: str) -> None:
         seat = session.seat
         log.warning("a session ended without a sample", group=seat.request.group_id, sample=seat.sample, reason=reason)
         if failed := self.sessions.give_back(session, reason):
             self._results.put(seat.request.failure((seat.sample,), failed))
         else:
             self._offered.set()
-        await self._stop_turns(session)
 
     async def seal(self, session: Session) -> End:
         """What is trained of it is the sample, with the reward that was reported, if one was.
 
-        Raises EndpointRefusedError: nothing was generated in it.
+        Raises EndpointRefusedError: nothing was generated in it, or it has ended.
         """
+        self._check_still_open(session)
         end = session.conversation.longest
         if end is None:
             reason = "nothing was generated in the session: ask for an answer, or give it back (POST .../fail)"
@@ -309,7 +331,7 @@ class SessionEngine:
         ended = End(reason="it was sealed", sealed=True, tokens=len(completion.response_ids))
         self.sessions.close(session, ended)
         self._results.put(completion)
-        await self._stop_turns(session)
+        await self._stop_turns([session])
         return ended
 
     def trained(self, session: Session) -> list[Exchange]:
@@ -319,9 +341,10 @@ class SessionEngine:
         longest = session.conversation.longest
         return [] if longest is None else [longest]
 
-    async def _stop_turns(self, session: Session) -> None:
-        if session.turns:
-            await self._inner.abort([(name, session.request.attempt) for name in session.turns])
+    async def _stop_turns(self, ended: Iterable[Session]) -> None:
+        """Of sessions that are closed: while an engine stops turns, those that are open may end in other ways."""
+        if turns := [(name, session.request.attempt) for session in ended for name in session.turns]:
+            await self._inner.abort(turns)
 
     # -- turns
 

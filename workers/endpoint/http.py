@@ -29,7 +29,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from transport.contracts.types import Finite, Struct, is_evaluation
+from transport.contracts.types import Finite, RunName, Struct, is_evaluation
 from transport.errors import TransientError
 from transport.process.files import replace
 from transport.process.http import (
@@ -43,6 +43,7 @@ from transport.process.http import (
     serve_http,
     write_address,
 )
+from transport.process.secret import Purpose, derive, own_secret
 from workers.endpoint.engine import SessionEngine
 from workers.endpoint.messages import (
     Answer,
@@ -101,6 +102,15 @@ class Entry(Struct, frozen=True, kw_only=True):
     question: str = ""
     answer: Any = None
     metadata: Any = None
+
+
+def run_key(secret: bytes, run: RunName) -> str:
+    """What opens every session of a run. secret: shared with its other machines, b"" on loopback: then of this user's
+    own secret, as no other user of this host may lease samples and reward them.
+
+    Raises SecretError: none is set, and this user cannot have one.
+    """
+    return derive((secret or own_secret()) + run.encode(), Purpose.ENDPOINT)
 
 
 class EndpointServer:
@@ -344,19 +354,19 @@ class EndpointServer:
     async def _reward(self, request: HttpRequest) -> Response:
         with _answering(response := _Refusal()):
             session, asked = self._named(request), decode(await request.body(), RewardBody)
-            session.reward = asked.reward
+            self._engine.report(session, asked.reward)
             return answer({"reward": asked.reward})
         return response.made
 
     async def _end(self, request: HttpRequest) -> Response:
         """Once more is answered as the first time: the answer may have been lost."""
         with _answering(response := _Refusal()):
+            body = await request.body()  # meanwhile another ``end`` may come first
             if (end := self._sealed(request)) is not None:
                 return answer({"sealed": True, "tokens": end.tokens})
-            session, body = self._named(request), await request.body()
-            asked = decode(body, Ending) if body else Ending()
+            session, asked = self._named(request), decode(body, Ending) if body else Ending()
             if asked.reward is not None:
-                session.reward = asked.reward
+                self._engine.report(session, asked.reward)
             standing = self._standing(session)
             end = await self._engine.seal(session)
             return answer({"sealed": True, "tokens": end.tokens, **standing})

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from transport.contracts.types import FinishReason, Struct
+from transport.contracts.types import MAX_TOP_K, FinishReason, Struct
 from workers.errors import EndpointRefusedError
 
 MAX_STOPS = 16
@@ -116,7 +116,7 @@ class Request(Struct, frozen=True, kw_only=True):
     max_tokens: Tokens | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOP_K)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None

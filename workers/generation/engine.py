@@ -17,7 +17,15 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from transport.contracts.types import FinishReason, GroupId, SamplingParams, Segment, VersionSpan, WeightIdentity
+from transport.contracts.types import (
+    MAX_TOP_K,
+    FinishReason,
+    GroupId,
+    SamplingParams,
+    Segment,
+    VersionSpan,
+    WeightIdentity,
+)
 from transport.rows.columns import loss_mask
 from transport.rows.partial import Beginning
 from workers.errors import EngineCrashedError, StreamError
@@ -145,7 +153,7 @@ class GenerationRequest:
         if (
             min((sampling.max_new_tokens, *self.limits)) < 1
             or sampling.temperature < 0
-            or sampling.top_k < 0
+            or not 0 <= sampling.top_k <= MAX_TOP_K
             or not 0 < sampling.top_p <= 1
         ):
             return f"sampling parameters are out of range: {sampling}"

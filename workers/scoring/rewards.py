@@ -160,10 +160,10 @@ def extract_answer(response: str, marker: str) -> str | None:
     The marker is found in any case. Returns None where there is no marker or nothing after it; the next line counts
     when the marker's own has nothing.
     """
-    start = response.lower().rfind(marker.lower())
-    if start < 0:
+    ends = [found.end() for found in re.finditer(re.escape(marker), response, re.IGNORECASE)]
+    if not ends:
         return None
-    rest = response[start + len(marker) :].lstrip(" \t*:=\r\n")
+    rest = response[ends[-1] :].lstrip(" \t*:=\r\n")
     line = rest.split("\n", 1)[0].strip()
     for opening, closing in (("\\boxed{", "}"), ("\\(", "\\)"), ("<", ">"), ("**", "**"), ("$", "$"), ("`", "`")):
         if line.startswith(opening) and line.endswith((closing, closing + ".")):

@@ -159,7 +159,9 @@ def sample_tokens(logits: torch.Tensor, draw: PlacedDraw) -> tuple[NDArray[np.in
 
 
 def _truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Zero what top-k and top-p cut off; [B, V]. Exactly k tokens stay; among equals the lower token id goes first."""
+    """Zero what top-k and top-p cut off; [B, V]. Exactly k tokens stay; among equals the lower token id goes first. The
+    likeliest always stays, also where ``top_p`` is so small that it is 0 here.
+    """
     vocabulary = probs.shape[1]
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     k = torch.where(top_k > 0, top_k, vocabulary)[:, None]
@@ -167,7 +169,7 @@ def _truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> 
     ranked = ranked.masked_fill(torch.arange(vocabulary, device=probs.device) >= k, 0)
     mass = ranked.double().cumsum(-1)
     before = mass - ranked
-    outside = (before >= p * mass[:, -1:]) & (p < 1)
+    outside = (before > 0) & (before >= p * mass[:, -1:]) & (p < 1)
     return torch.zeros_like(probs).scatter_(1, order, ranked.masked_fill(outside, 0))
 
 
