@@ -498,13 +498,17 @@ MAX_BYTES = 256 * 1024 * 1024  # a text model takes 1 to 4 MB, a history of 200,
 
 
 class StoredRanker(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file holds, as MessagePack: a text model, a history, or both."""
+    """What a file holds, as MessagePack: a text model, a history, or both.
+
+    refits: models that a run has trained before this one, its own.
+    """
 
     format: str = FORMAT
     version: int = VERSION
     model: StoredModel | None = None
     history: LengthHistory | None = None
     trusted: bool | None = None
+    refits: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 def decode_ranker(content: bytes, where: str) -> StoredRanker:

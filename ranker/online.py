@@ -202,7 +202,7 @@ class OnlineRanker:
         with self._lock:
             history = msgspec.structs.replace(self._history, prompts=dict(self._history.prompts))
             model = self._model.stored if self._model is not None else None
-            stored = StoredRanker(model=model, history=history, trusted=self._quality.trusted)
+            stored = StoredRanker(model=model, history=history, trusted=self._quality.trusted, refits=self._serial)
         write_ranker(path, stored)
 
     @classmethod
@@ -215,6 +215,7 @@ class OnlineRanker:
             ranker._history = stored.history
         if stored.trusted is not None:
             ranker._quality.trusted = stored.trusted
+        ranker._serial = stored.refits
         return ranker
 
 

@@ -288,7 +288,7 @@ def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float, war
         f"{job.llm.name} on {', '.join(map(str, pools))}; {job.pipeline}, {job.batch} prompts x {job.group_size}, "
         f"{job.algorithm}; {len(ordered)} lengths: mean {fmean(ordered):.0f}, P50 {ordered[len(ordered) // 2]}, "
         f"P99 {ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}, longest {ordered[-1]} tokens",
-        *(f"note: {note}" for note in (*notes(job), *warnings)),
+        *(f"note: {note}" for note in (*notes(job, advice.best.split), *warnings)),
         "",
         f"generate on {split.generation_gpus}x{split.generation.place}: {split.instances} instances of "
         f"{split.tensor_parallel} (tensor parallel)",
@@ -381,10 +381,14 @@ def limit(prediction: Prediction) -> str:
     return f"{waits}, its generation {prediction.generation_idle:.1%}"
 
 
-def notes(job: Job) -> list[str]:
+def notes(job: Job, split: Split) -> list[str]:
     """What about the input makes the answer worth less, and what the engines must be told for it to hold."""
-    on = [*(["drafts"] if job.drafts else []), *(f"fp8 {name}" for name in job.fp8.names)]
+    depth = job.layout(split, job.workload(1)).draft_depth
+    drafts = f"drafts of {depth} {'token' if depth == 1 else 'tokens'} at every step"
+    on = [*([drafts] if depth else []), *(f"fp8 {name}" for name in job.fp8.names)]
     aids = [f"reckoned with {' and '.join(on)}, which the settings turn on for SGLang and vLLM"] if on else []
+    if job.drafts and not depth:
+        aids.append("SGLang and vLLM draft at every step, which loses at this batch: drafts stay off")
     if len(job.groups) == 1:
         return [*aids, "the file has one prompt: every batch is made of it, and a plan for other lengths will differ"]
     if len({tokens for group in job.groups for tokens in group}) == 1:
@@ -402,7 +406,7 @@ def as_record(
         "pipeline": job.pipeline,
         "minimise": minimise,
         "samples_per_iteration": job.samples,
-        "notes": [*notes(job), *warnings],
+        "notes": [*notes(job, advice.best.split), *warnings],
         "plan": record(advice.best, job),
         **{re.sub("[ -]", "_", title): other and record(other, job) for title, other in others(advice)},
         "released": released(advice.best.split, pools),

@@ -93,6 +93,12 @@ def simulate(
         int, typer.Option(min=0, help="Of a rank of the trainer. [65,536, or as profiled]")
     ] = 0,
     drafts: Drafted = 0.0,
+    draft_depth: Annotated[
+        int,
+        typer.Option(
+            min=0, max=64, help="Tokens drafted at every step, as SGLang and vLLM do. [0: as many as take least]"
+        ),
+    ] = 0,
     fp8_kv: SmallCaches = False,
     fp8_weights: SmallWeights = False,
     link_gbps: LinkGbps = 80.0,
@@ -112,6 +118,8 @@ def simulate(
     skipped: list[str] = []
     known = None if recall >= 1.0 else recall
     if lengths is None:
+        if group_size > 1:
+            skipped.append("the samples of a group have one length: --lengths reads a file of real ones")
         groups = long_tailed(batch * iterations, seed=seed, recall=known, question_tokens=prompt_tokens)
     else:
         read = read_lengths(lengths, group_size, skipped.append)
@@ -127,6 +135,7 @@ def simulate(
             slots=slots or slots_of(layout.generation_gpu),
             micro_batch_tokens=micro_batch_tokens or micro_batch_tokens_of(layout.training_gpu),
             drafts=drafts,
+            draft_depth=draft_depth if drafts else 0,
         )
         chosen = dispatch or default_dispatch(
             max_staleness=settings.max_staleness, update=settings.update, num_workers=layout.instances

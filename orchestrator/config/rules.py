@@ -522,6 +522,8 @@ def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_estimator algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
     if s.data.response_column and s.data.source == "reasoning_gym":
         yield "data.response_column data.source", 'needs data.source "jsonl" or "hf", whose rows have columns'
+    if s.data.response_column and s.algorithm.age_decay < 1:
+        yield "algorithm.age_decay data.response_column", "must be 1 with data.response_column: no weights sampled it"
     if s.data.response_column and any(one.rl_coef for one in s.algorithms.values()):
         yield (
             "data.response_column algorithm.rl_coef",

@@ -41,7 +41,17 @@ from orchestrator.sim.costs import (
 )
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.lengths import Group, representative
-from orchestrator.sim.scenarios import MINI_BATCHES, PIPELINES, Bound, Layout, Workload, bound, planned_cost, scenario
+from orchestrator.sim.scenarios import (
+    MINI_BATCHES,
+    PIPELINES,
+    Bound,
+    Layout,
+    Workload,
+    bound,
+    drafting_always,
+    planned_cost,
+    scenario,
+)
 from orchestrator.sim.simulate import simulate
 from transport.contracts.llms import BF16, Fp8, Llm
 from transport.contracts.settings import SERVER_ENGINES
@@ -157,7 +167,7 @@ class Job:
             self.llm, split.training.gpu, split.training_gpus, split.ranks, longest, self.assumed
         )
         micro_batch_tokens = min(max(wanted, longest), most)  # a sample is never split
-        return Layout(
+        layout = Layout(
             generation_gpus=split.generation_gpus,
             training_gpus=split.training_gpus,
             tensor_parallel=split.tensor_parallel,
@@ -170,6 +180,9 @@ class Job:
             fp8=self.fp8,
             link_bytes_per_s=self.link_bytes_per_s if split.generation.site != split.training.site else 0.0,
         )
+        if not self.drafts:
+            return layout
+        return drafting_always(workload, layout, self.assumed, drains=not self.settings.max_staleness)  # as servers do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +371,7 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
         generation["gpus_per_worker"] = split.tensor_parallel
     if engine in SERVER_ENGINES:
         generation |= job.fp8.settings
-        generation |= {"drafts": round(job.assumed.draft_tokens)} if job.drafts else {}
+        generation |= {"drafts": layout.draft_depth} if layout.draft_depth else {}
     elif split.generation.gpu.measured is not None and cost.kv_capacity_tokens < inf:
         generation["kv_tokens"] = int(cost.kv_capacity_tokens)  # that it was profiled with
     saturating = layout.train_cost(job.llm, job.algorithm, job.assumed).saturating_tokens()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.sim.costs import GPUS, Gpu, Measured, Sharing, TrainCost
 from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
 from transport.contracts.llms import BF16, Fp8, Llm, UnknownModelError, from_config
-from transport.contracts.settings import DecodeCostSettings
+from transport.contracts.settings import AtLeast0, AtLeast1, DecodeCostSettings, NotNegative
 from transport.errors import InputFileError
 from transport.process.files import read_json
 from transport.process.programs import command
@@ -52,8 +52,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
     fp8: Fp8
     decode_cost: DecodeCostSettings
-    slots: int
-    context_tokens: int
+    slots: AtLeast1
+    context_tokens: AtLeast1
     held_out: Errors
 
 
@@ -75,17 +75,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     decode_cost: DecodeCostSettings
     train: TrainCost | None
-    publish_s: float
-    load_s: float
-    slots: int
-    context_tokens: int
-    micro_batch_tokens: int
-    decode_beside: float
-    train_beside: float
+    publish_s: NotNegative
+    load_s: NotNegative
+    slots: AtLeast1
+    context_tokens: AtLeast1
+    micro_batch_tokens: AtLeast0
+    decode_beside: Annotated[float, msgspec.Meta(ge=1)]
+    train_beside: Annotated[float, msgspec.Meta(ge=1)]
     held_out: Errors
     train_held_out: Errors
-    decode_share: float = 0.0
-    train_share: float = 0.0
+    decode_share: NotNegative = 0.0
+    train_share: NotNegative = 0.0
     fp8: Fp8 = BF16
     variants: tuple[Variant, ...] = ()
 

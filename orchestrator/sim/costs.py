@@ -18,7 +18,7 @@ import msgspec
 from orchestrator.core.broadcast import Links, Peer, Source, Stream, broadcast_time, plan_broadcast
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.llms import BF16, BYTES, Fp8, Llm
-from transport.contracts.settings import ParallelSettings
+from transport.contracts.settings import AtLeast0, NotNegative, ParallelSettings
 from transport.contracts.training_memory import DoesNotFitError, Layout, Training, layouts, rank_memory
 from transport.contracts.training_memory import state_bytes as predicted_state_bytes
 
@@ -41,14 +41,14 @@ class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
     Source: StreamRL sec. 4.2 takes it from a profile; the form is ours.
     """
 
-    token_s: float
-    squared_token_s: float = 0.0
-    round_s: float = 0.0
-    pass_s: float = 0.0
-    pass_tokens: int = 0
-    fill_s: float = 0.0
-    mini_batch_s: float = 0.0
-    optimizer_s: float = 0.0
+    token_s: NotNegative
+    squared_token_s: NotNegative = 0.0
+    round_s: NotNegative = 0.0
+    pass_s: NotNegative = 0.0
+    pass_tokens: AtLeast0 = 0
+    fill_s: NotNegative = 0.0
+    mini_batch_s: NotNegative = 0.0
+    optimizer_s: NotNegative = 0.0
     padded: bool = False
 
     def micro_batch_s(self, tokens: float, squared_tokens: float = 0.0) -> float:

@@ -184,7 +184,7 @@ class SimulatedWorker:
             self._cost, scenario.capacity, simulation.now_s, max_context=scenario.max_context
         )
         if scenario.costs.drafts is not None:
-            self._batching.drafted = scenario.costs.drafts.costs(self._cost)
+            self._batching.draft(scenario.costs.drafts, self._cost)
         self._arrived: WeightIdentity | None = None
         self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
@@ -212,6 +212,8 @@ class SimulatedWorker:
         steps = self._done_steps()
         for sample, spans in self._batching.so_far(steps):
             self._count(sample, sum(tokens for _, tokens in spans))
+        for _, _, sample in self._batching.waiting:  # those that were retracted have tokens
+            self._count(sample, sample.generated)
         if self._simulation.machine is not None:
             self._simulation.machine.note_decoding(self._worker_id, decodes=False)
         del self._simulation.workers[self._worker_id]
@@ -384,8 +386,8 @@ class SimulatedWorker:
         drafts = self._simulation.scenario.costs.drafts
         if drafts is None:
             self._batching.cost = self._cost
-        elif not self._batching.drafted or self._batching.drafted[0] is not self._cost:
-            self._batching.drafted = drafts.costs(self._cost)
+        elif self._batching.undrafted is not self._cost:
+            self._batching.draft(drafts, self._cost)
 
     def _take_weights(self) -> None:
         weights, self._arrived = self._arrived, None

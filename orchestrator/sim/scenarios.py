@@ -6,6 +6,7 @@ Pipelines differ in settings of the core only, so each runs live as it runs here
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -67,6 +68,7 @@ class Layout:
     slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round, at most.
     round_tokens: of one rank, that a round waits for while more of its batch is to come; None: what saturates a rank.
     drafts: acceptance of a drafted token on every instance; 0: nothing is drafted.
+    draft_depth: tokens that are drafted at every step, as SGLang and vLLM do; 0: as many as take least, as ours does.
     fp8: what every instance holds in it.
     link_bytes_per_s: between the sites of training and generation; 0: there is but one.
     """
@@ -82,6 +84,7 @@ class Layout:
     micro_batch_tokens: int = 65_536
     round_tokens: int | None = None
     drafts: float = 0.0
+    draft_depth: int = 0
     fp8: Fp8 = BF16
     link_bytes_per_s: float = 0.0
 
@@ -101,7 +104,12 @@ class Layout:
         """How instances draft; None where they do not."""
         if not self.drafts:
             return None
-        return Drafts(acceptance=self.drafts, max_tokens=round(assumed.draft_tokens), draft_s=assumed.draft_s)
+        return Drafts(
+            acceptance=self.drafts,
+            max_tokens=self.draft_depth or round(assumed.draft_tokens),
+            draft_s=assumed.draft_s,
+            every_step=self.draft_depth > 0,
+        )
 
     @property
     def generation_hosts(self) -> int:
@@ -188,13 +196,35 @@ def scenario(
 
 def planned_cost(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) -> DecodeCost:
     """What plans of dispatch reckon with: one depth of drafts, the cheapest for half of the batch that fits."""
+    costs = _drafted_costs(workload, layout, assumed)
+    return costs[_cheapest_depth(costs, workload, layout, share=0.5)]
+
+
+def drafting_always(
+    workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED, *, drains: bool = False
+) -> Layout:
+    """Of engines that draft equally many tokens at every step: as many as is cheapest for half of the batch that fits,
+    and none where drafts lose there.
+
+    drains: instances run empty before the next batch begins; then for a quarter, as the long ones are left alone.
+    """
+    costs = _drafted_costs(workload, layout, assumed)
+    depth = _cheapest_depth(costs, workload, layout, share=0.25 if drains else 0.5)
+    return replace(layout, draft_depth=depth) if depth else replace(layout, drafts=0.0)
+
+
+def _drafted_costs(workload: Workload, layout: Layout, assumed: Assumptions) -> tuple[DecodeCost, ...]:
+    """By the tokens that are drafted a step, of which the layout leaves a choice."""
     decode, drafts = layout.decode_cost(workload.llm, assumed), layout.drafting(assumed)
-    if drafts is None:
-        return decode
+    return (decode,) if drafts is None else drafts.costs(decode)
+
+
+def _cheapest_depth(costs: Sequence[DecodeCost], workload: Workload, layout: Layout, share: float) -> int:
+    """Which of them is the cheapest for this share of the batch that fits."""
     mean = fmean(length for samples in workload.lengths.lengths for length in samples)
     context = fmean(workload.lengths.questions) + mean / 2
-    batch = min(layout.slots, decode.kv_capacity_tokens / context) / 2
-    return cheapest(drafts.costs(decode), batch, batch * context)
+    batch = share * min(layout.slots, costs[0].kv_capacity_tokens / context)
+    return costs.index(cheapest(costs, batch, batch * context))
 
 
 def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostModel:
@@ -255,8 +285,7 @@ def bound(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) ->
     # instance-seconds of all samples' decode steps at the largest batch that memory and slots allow
     context = sum(length * prompt_tokens + length * length / 2 for length in lengths)
     batch = min(float(layout.slots), decode.kv_capacity_tokens / (context / response_tokens))
-    drafts = layout.drafting(assumed)
-    depths = drafts.costs(decode) if drafts is not None else (decode,)
+    depths = _drafted_costs(workload, layout, assumed)
 
     def work_at(cost: DecodeCost) -> float:
         token_s = cost.fixed_s / batch + max(cost.weights_s / batch, cost.gemm_sample_s) + cost.sample_s

@@ -19,6 +19,7 @@ from transport.contracts.messages import (
     Event,
     FinishTraining,
     GroupRows,
+    RolloutInfo,
     TrainerCommand,
     TrainRound,
     WeightManifest,
@@ -32,7 +33,7 @@ from transport.contracts.settings import (
     Settings,
     TrainerSettings,
 )
-from transport.contracts.types import Column, RunName, WeightIdentity, WorkerId
+from transport.contracts.types import Column, FinishReason, RunName, VersionSpan, WeightIdentity, WorkerId
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import RowStore, encode_array
 from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
@@ -116,14 +117,24 @@ class TrainerRun:
                 Commit(groups=(GroupWrite(group_id=group.group_id, size=len(group.samples), columns=prompt),))
             )
 
-    async def write_rows(self, groups: Sequence[PromptGroup]) -> None:
-        """The rows as generation and scoring leave them: in two commits."""
+    async def write_rows(self, groups: Sequence[PromptGroup], version: int | None = None) -> None:
+        """The rows as generation and scoring leave them: in two commits. version: of the weights that sampled them."""
         for group in groups:
             for sample in group.samples:
                 tokens = {
                     Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, sample.response_ids),
                     Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, sample.rollout_logprobs),
                 }
+                if version is not None:
+                    length, weights = len(sample.response_ids), WeightIdentity(epoch=1, version=version)
+                    info = RolloutInfo(
+                        worker_id=WorkerId("generate-0"),
+                        finish_reason=FinishReason.STOP,
+                        prompt_tokens=len(group.prompt_ids),
+                        response_tokens=length,
+                        spans=(VersionSpan(start=0, end=length, weights=weights),),
+                    )
+                    tokens[Column.ROLLOUT_INFO] = encode(info)
                 score = {Column.ADVANTAGE: encode_array(Column.ADVANTAGE, [sample.advantage])}
                 if sample.advantages is not None:
                     score[Column.TOKEN_ADVANTAGES] = encode_array(Column.TOKEN_ADVANTAGES, sample.advantages)

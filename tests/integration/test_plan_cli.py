@@ -195,6 +195,18 @@ def test_fp8_is_planned_with_and_turned_on_in_the_settings(lengths: Path, tmp_pa
     assert "drafts" not in generation
 
 
+def test_drafts_are_planned_as_servers_draft_and_off_where_that_loses(lengths: Path, tmp_path: Path):
+    """SGLang and vLLM draft equally many tokens at every step, however large the batch."""
+    job = (*GPUS, *MODEL, "--lengths", lengths, *SMALL, "--out", tmp_path / "p.toml")
+    printed, _ = call(*job, "--drafts", 0.9)
+    depth = tomllib.loads((tmp_path / "p.toml").read_text())["generation"]["drafts"]
+    assert 1 <= depth <= 8
+    assert f"drafts of {depth} token" in printed
+    printed, _ = call(*job, "--drafts", 0.01)
+    assert "drafts" not in tomllib.loads((tmp_path / "p.toml").read_text())["generation"]
+    assert "drafts stay off" in printed
+
+
 def test_a_profile_without_fp8_says_how_to_measure_it(lengths: Path, tmp_path: Path):
     path = tmp_path / "p.json"
     path.write_bytes(msgspec.json.encode(fit(measurements())))

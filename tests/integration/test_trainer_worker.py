@@ -599,6 +599,36 @@ async def test_advantages_of_tokens_are_trained_where_rows_have_them(model_dir: 
     assert digests[0] == digests[1] != digests[2]
 
 
+async def test_tokens_of_older_weights_count_for_less_where_the_settings_say_so(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Of batch 1, by the version that sampled it, against advantages of which half is left."""
+    batches = [make_groups(batch=batch) for batch in range(2)]
+    halved = [
+        replace(group, samples=[replace(one, advantage=one.advantage / 2) for one in group.samples])
+        for group in batches[1]
+    ]
+    digests: list[str] = []
+    for number, (decay, version, groups) in enumerate(
+        [(1.0, 0, batches[1]), (0.5, 1, batches[1]), (0.5, 0, batches[1]), (1.0, 0, halved), (0.7, 0, batches[1])]
+    ):
+        settings = tiny_settings()
+        algorithm = msgspec.structs.replace(settings.algorithm, age_decay=decay)
+        run = TrainerRun(model_dir, tmp_path / str(number), msgspec.structs.replace(settings, algorithm=algorithm))
+        for batch, (rows, of) in enumerate([(batches[0], 0), (groups, version)]):
+            await run.write_groups(rows)
+            await run.write_rows(rows, version=of)
+            await run.send(round_of(rows, batch, 0), close_of(rows, batch))
+        await run.finish()
+        publisher = DigestPublisher()
+        await run.trainer(publisher).run()
+        digests.append(publisher.digests[2])
+    whole, fresh, old, half, less = digests
+    assert whole == fresh
+    assert old == half
+    assert len({whole, half, less}) == 3
+
+
 async def test_a_prompt_of_which_no_part_can_be_read_is_named(model_dir: Path, tmp_path: Path) -> None:
     settings = tiny_settings()
     data = msgspec.structs.replace(settings.data, mix={"a": DataPart(loss="gspo")})

@@ -228,6 +228,20 @@ def test_what_a_profile_cannot_say_is_refused(
         simulated(write(**changes), lengths, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("publish_s", -5.0), ("load_s", -1.0), ("slots", 0), ("context_tokens", -1), ("micro_batch_tokens", -1)),
+        *(("decode_beside", 0.0), ("train_beside", 0.5), ("decode_share", -3.0)),
+        *(("train", TrainCost(token_s=-1e-4)), ("train", TrainCost(token_s=1e-4, optimizer_s=-3.0))),
+        ("train", TrainCost(token_s=1e-4, pass_tokens=-5)),
+    ],
+)
+def test_a_profile_that_nothing_can_have_measured_is_refused(write: Write, lengths: Path, field: str, value: object):
+    with pytest.raises(ConfigError, match=rf"Expected `(int|float)` >= (0|1).*\$\.{field}.*make a profile"):
+        simulated(write(**{field: value}), lengths)
+
+
 def test_a_file_that_is_no_profile_and_hardware_without_one_are_refused(tmp_path: Path, lengths: Path):
     torn = tmp_path / "torn.json"
     torn.write_text('{"model": "m"}')

@@ -305,9 +305,10 @@ def test_drafts_that_cannot_be_are_refused(wrong):
 def test_a_batch_with_drafts_ends_sooner_and_gives_every_token():
     cost = DecodeCost(fixed_s=0.002, weights_s=0.007, gemm_sample_s=3e-5, prefill_token_s=1e-5)
 
-    def run(drafted):
+    def run(drafts=None):
         batching = ContinuousBatching(cost, 8)
-        batching.drafted = drafted
+        if drafts is not None:
+            batching.draft(drafts, cost)
         for place, length in enumerate((5, 50, 400)):
             batching.submit(sample(place, length, prompt_tokens=10))
         ended = []
@@ -318,6 +319,16 @@ def test_a_batch_with_drafts_ends_sooner_and_gives_every_token():
         assert [sample.generated for sample in ended] == [5, 50, 400]
         return batching.at_s
 
-    plain = run(())
-    assert run(Drafts(acceptance=0.0).costs(cost)) == plain
-    assert plain / run(Drafts(acceptance=0.55).costs(cost)) > 1.8
+    plain = run()
+    assert run(Drafts(acceptance=0.0)) == plain
+    assert plain / run(Drafts(acceptance=0.55)) > 1.8
+    always = [run(Drafts(acceptance=0.55, max_tokens=depth, every_step=True)) for depth in range(9)]
+    assert always[0] == plain
+    assert run(Drafts(acceptance=0.55)) <= min(always), "none is better than the best at each step"
+
+
+def test_an_engine_that_drafts_at_every_step_loses_in_large_batches():
+    cost = DecodeCost(fixed_s=0.002, weights_s=0.007, gemm_sample_s=3e-5)
+    (deep,) = Drafts(acceptance=0.55, every_step=True).costs(cost)
+    assert deep.step_s(1, 0) < cost.step_s(1, 0) / 2
+    assert deep.step_s(256, 0) > 2 * cost.step_s(256, 0)

@@ -16,6 +16,7 @@ from transport.contracts.messages import (
     PlanComputed,
     PlanShare,
     RankerJudged,
+    SettingChanged,
     Tick,
     WorkerLost,
 )
@@ -167,6 +168,14 @@ def test_running_work_moves_to_an_idle_worker_that_ends_it_much_sooner():
     world.now_s += 1.0
     world.tell(Tick())
     assert held(world) == moved, "the other worker is not idle any more"
+
+
+def test_a_timeout_that_is_changed_does_not_change_how_long_work_has_run():
+    world = running_on_a_slow_worker(migrate_running=True)
+    world.state.pipeline.plans.slowdowns.update({FIRST: 15.0, SECOND: 10.0})  # too little to gain
+    world.tell(SettingChanged(key="pipeline.rollout_timeout_s", value=20_000.0))
+    world.tell(Tick())
+    assert held(world)["generate-1"] == []
 
 
 def test_running_work_stays_by_default_and_where_starting_over_gains_little():

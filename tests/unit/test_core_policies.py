@@ -19,7 +19,7 @@ from orchestrator.core.model.groups import (
     mini_batch_of_slot,
     plan_phases,
 )
-from orchestrator.core.model.staleness import Lineage, is_too_old, may_admit, may_dispatch
+from orchestrator.core.model.staleness import Lineage, is_too_old, may_admit, may_dispatch, may_resume
 from orchestrator.core.model.workers import Worker, with_room
 from orchestrator.core.rollout.lifecycle import plan_priority
 from orchestrator.core.training import pack_round
@@ -126,6 +126,20 @@ def test_a_rollback_takes_its_versions_out_of_the_lineage():
     assert lineage.contains_row(identity(1, 0), identity(1, 1))
     assert lineage.restart(identity(3, 0))
     assert not lineage.contains(identity(1, 1)), "a deeper rollback reaches former epochs"
+
+
+def test_what_a_lossy_restart_interrupts_starts_over_and_other_tokens_are_gone_on_from():
+    """A row that goes on reaches from its kept tokens to the weights of now."""
+    lineage = Lineage()
+    lineage.restart(identity(1, 0))
+    lineage.version = 6
+    kept = identity(1, 5)
+    assert may_resume(6, kept, kept, lineage, max_staleness=2)
+    assert lineage.restart(identity(2, 5)), "version 6 is lost"
+    assert lineage.contains(kept)
+    assert not may_resume(6, kept, kept, lineage, max_staleness=2)
+    assert may_resume(6, identity(2, 5), identity(2, 5), lineage, max_staleness=2)
+    assert not may_resume(6, identity(2, 5), identity(2, 6), lineage, max_staleness=2), "not published yet"
 
 
 def test_a_restart_at_the_newest_version_loses_nothing():

@@ -12,7 +12,7 @@ from ranker import online
 from ranker.logs import PromptLengths, split
 from ranker.model import TextModel
 from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker, RefitRequest
-from ranker.protocol import RankerFileError, RefitError
+from ranker.protocol import LengthEstimate, RankerFileError, RefitError
 from tests.fakes.length_logs import synthetic_lengths
 
 SAMPLES = synthetic_lengths(640)
@@ -133,6 +133,22 @@ def test_observations_and_predictions_go_on_while_it_trains(monkeypatch: pytest.
     assert ranker.quality().num_groups == FIRST_REFIT_GROUPS + 10
     assert ranker.quality().refits == 0
     assert not ranker.refit_due
+
+
+def test_scores_give_way_to_a_model_that_the_run_has_trained_also_after_a_restart(tmp_path: Path):
+    text, scores = SAMPLES[0].text, {"scored": LengthEstimate(mean_tokens=5000.0, level_sigma=0.1, sample_sigma=0.1)}
+    ranker = OnlineRanker()
+    ranker.expect(scores)
+    assert ranker.predict(["scored"], [text])[0].mean_tokens == pytest.approx(5000.0)
+    visit(ranker, SAMPLES[:FIRST_REFIT_GROUPS])
+    ranker.refit(60.0)
+    learnt = ranker.predict(["scored"], [text])[0].mean_tokens
+    assert learnt < 4000.0
+    ranker.save(tmp_path / "ranker.bin")
+    again = OnlineRanker.load(tmp_path / "ranker.bin")
+    again.expect(scores)
+    assert again.predict(["scored"], [text])[0].mean_tokens == pytest.approx(learnt, rel=0.01)
+    assert again.quality().refits == 1
 
 
 def test_few_new_prompts_add_trees_and_many_start_anew(model: TextModel):

@@ -123,7 +123,8 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True):
     """Speculative decoding: tokens are drafted on the host and verified together, so a step may give several.
 
     acceptance: chance that a drafted token is the one that is sampled, each by itself, in [0, 1].  max_tokens: drafted
-    a step at most.  draft_s: of drafting for one step.
+    a step at most.  draft_s: of drafting for one step.  every_step: an engine that drafts ``max_tokens`` at every step,
+    however large its batch, as SGLang and vLLM do; else as many as take least, as ours does.
     Source: Leviathan et al. 2023 for the tokens a step. Optimistic: acceptance is constant, and verification reads the
     keys and values once.
     """
@@ -131,6 +132,7 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True):
     acceptance: float
     max_tokens: int = 8
     draft_s: float = 0.0
+    every_step: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1 or self.max_tokens < 0 or self.draft_s < 0:
@@ -144,10 +146,13 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.acceptance**place for place in range(depth + 1))
 
     def costs(self, cost: DecodeCost) -> tuple[DecodeCost, ...]:
-        """[max_tokens + 1] what one token of every sample takes, by the tokens that are drafted a step; 0: ``cost``."""
-        return (cost, *(self._cost(cost, depth) for depth in range(1, self.max_tokens + 1)))
+        """[max_tokens + 1] what one token of every sample takes, by the tokens that are drafted a step; 0: ``cost``.
+        [1] with ``every_step``."""
+        return tuple(self._cost(cost, depth) for depth in range(self.max_tokens + 1))[-1 if self.every_step else 0 :]
 
     def _cost(self, cost: DecodeCost, depth: int) -> DecodeCost:
+        if not depth:
+            return cost
         a_token = 1 / self.tokens_a_step(depth)
         return msgspec.structs.replace(
             cost,
@@ -229,8 +234,8 @@ class ContinuousBatching(Generic[R]):
 
     running: (end step, order, sample).  waiting: (-priority, order, sample).  weights: (first step, weights) of each
     version served.  drafted: costs by depth of drafts, of which the cheapest for what runs is taken at every change;
-    empty: nothing is drafted, and ``cost`` holds.  prefilled: running samples of each group; they share one prefill of
-    their prompt.  max_context: tokens that no sample outgrows.
+    empty: nothing is drafted, and ``cost`` holds.  undrafted: where there are drafts, the cost of prompts.  prefilled:
+    running samples of each group; they share one prefill of their prompt.  max_context: tokens that no sample outgrows.
     """
 
     cost: DecodeCost
@@ -244,6 +249,7 @@ class ContinuousBatching(Generic[R]):
     weights: list[tuple[int, WeightIdentity]] = field(default_factory=list[tuple[int, WeightIdentity]])
     prefilled: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
     drafted: Sequence[DecodeCost] = ()
+    undrafted: DecodeCost | None = None
     max_context: float = math.inf
     num_submitted: int = 0
     num_retracted: int = 0
@@ -251,6 +257,10 @@ class ContinuousBatching(Generic[R]):
     @property
     def idle(self) -> bool:
         return not self.running and not self.waiting
+
+    def draft(self, drafts: Drafts, cost: DecodeCost) -> None:
+        """From the next change on. cost: of a step without drafts."""
+        self.drafted, self.undrafted = drafts.costs(cost), cost
 
     def submit(self, sample: Sample[R]) -> None:
         """A sample waits for a slot. One that outgrows the KV cache decodes alone, as if it fitted."""
@@ -333,7 +343,7 @@ class ContinuousBatching(Generic[R]):
                 break
             _, order, sample = heapq.heappop(self.waiting)
             prefill += self._start(sample, order)
-        self.at_s += (self.drafted[0] if self.drafted else self.cost).prefill_s(prefill)
+        self.at_s += (self.undrafted or self.cost).prefill_s(prefill)
         if self.drafted:
             self.cost = cheapest(self.drafted, len(self.running), self.held_tokens)
 

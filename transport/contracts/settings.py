@@ -369,6 +369,7 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
     overlong_share: ShareOrNone = 0.0  # last part of sampling.max_new_tokens in which the reward falls; 0: it does not
     overlong_penalty: NotNegative = 1.0  # factor of that fall: what the longest response loses of its reward
     mismatch_limit: NotNegative = 0.1  # mean |trainer - rollout logprob| of a batch beyond which the run warns; 0: off
+    age_decay: Share = 1.0  # factor by which a token counts for each version of the weights that it is behind; 1: off
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # of the ratio: the engine's, or the trainer's
     functions_path: str = ""  # directory of a module:function in advantage or loss; empty: only what is installed
     rl_coef: NotNegative = 1.0  # factor of the policy loss; 0: rewards train nothing

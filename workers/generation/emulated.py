@@ -85,8 +85,7 @@ class EmulatedEngine:
         self._clock = clock
         self._batching = ContinuousBatching[GenerationRequest](self._cost, slots, max_context=max_context or math.inf)
         if drafts:
-            drafting = Drafts(acceptance=costs.draft_acceptance, max_tokens=drafts)
-            self._batching.drafted = drafting.costs(self._cost)
+            self._batching.draft(Drafts(acceptance=costs.draft_acceptance, max_tokens=drafts), self._cost)
         self._batching.serve(weights)
         self._due_s, self._due_steps = math.inf, 0
         self._aborted: set[tuple[GroupId, int]] = set()

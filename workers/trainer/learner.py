@@ -42,6 +42,7 @@ class TrainingSample:
     reference_logprobs, old_logprobs: [R] float32 or None.  reward: None where no loss looks at it.
     advantages: [R] float32, of each token; None where its row's holds for all.
     branch_ends: [B] int32, of a row of several samples: each stands behind the prompt by itself; None: one.
+    counts: [R] float32, what each token counts, beside what ``token_weight`` gives its row; None: all 1.
     values, returns: [R] float32, what the critic expected when it was asked, and should have; only the critic has them.
     """
 
@@ -57,6 +58,7 @@ class TrainingSample:
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
     branch_ends: NDArray[np.int32] | None = None
+    counts: NDArray[np.float32] | None = None
 
     @property
     def branches(self) -> list[slice]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from transport.broker import keys
 from transport.broker.base import Broker, Fence
@@ -19,6 +21,7 @@ from transport.contracts.messages import (
     TrainerCommand,
     TrainRound,
     part_of,
+    rollout_info_decoder,
     trainer_command_decoder,
 )
 from transport.contracts.types import Column, GroupId, RowId, row_id
@@ -48,7 +51,8 @@ class RoundsReader:
     """Reads on from ``cursor`` until FinishTraining.
 
     wanted: columns without which a row is not complete, beside REQUIRED.  parts: that have an objective of their own;
-    of a group of any other the part is not told.  stall_s: the longest wait for the next
+    of a group of any other the part is not told.  age_decay: of what a token counts, for each version that it is behind
+    its batch's; below 1 the rollout's info is wanted.  stall_s: the longest wait for the next
     command, or for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by
     itself what takes too long; it may have been paused.
     """
@@ -66,6 +70,7 @@ class RoundsReader:
         wanted: frozenset[Column],
         stall_s: float,
         parts: Collection[str] = (),
+        age_decay: float = 1.0,
     ) -> None:
         self._broker = broker
         self._rows = rows
@@ -79,6 +84,7 @@ class RoundsReader:
         self._of_group = (Column.PROMPT_IDS, *((Column.TASK_ENTRY,) if parts else ()))
         self._parts = parts
         self._stall_s = stall_s
+        self._age_decay = age_decay
         self.queue: asyncio.Queue[tuple[str, TrainerCommand, Sequence[PromptGroup]]] = asyncio.Queue(maxsize=AHEAD)
         """(entry id, command, this rank's rows of a TrainRound; none for other commands and for pads)."""
 
@@ -102,8 +108,9 @@ class RoundsReader:
                     command = trainer_command_decoder.decode(entry.entry.payload)
                 except MessageError as error:  # not passed over, as an event is: the batch would be short unnoticed
                     raise RoundsError(f"entry {entry.entry_id} of the rounds log is unreadable: {error}") from error
-                wanted = self._my_rows(command) if isinstance(command, TrainRound) else []
-                groups = await self._read_groups(wanted) if wanted else ()
+                groups = ()
+                if isinstance(command, TrainRound) and (wanted := self._my_rows(command)):
+                    groups = await self._read_groups(wanted, command.batch)
                 await self.queue.put((entry.entry_id, command, groups))
                 self._cursor = entry.entry_id
                 last_s = self._clock.now_s()
@@ -116,12 +123,12 @@ class RoundsReader:
             mine = [group for rank in command.ranks for group in rank][self._part :: self._num_parts]
         return [(g.group_id, [row_id(g.group_id, sample) for sample in g.samples]) for g in mine]
 
-    async def _read_groups(self, wanted: Wanted) -> list[PromptGroup]:
+    async def _read_groups(self, wanted: Wanted, batch: int) -> list[PromptGroup]:
         """The rows, once they are all there. Raises RoundsError: no orchestrator is left to have them made again."""
         last_s = self._clock.now_s()
         reported_s: float | None = None
         while True:
-            groups, missing = await self._try_read(wanted)
+            groups, missing = await self._try_read(wanted, batch)
             if not missing:
                 return groups
             now_s = self._clock.now_s()
@@ -140,7 +147,7 @@ class RoundsReader:
         """Whether an orchestrator gave a sign of life in the last seconds."""
         return await self._broker.get_meta(keys.STATUS) is not None
 
-    async def _try_read(self, wanted: Wanted) -> tuple[list[PromptGroup], tuple[RowId, ...]]:
+    async def _try_read(self, wanted: Wanted, batch: int) -> tuple[list[PromptGroup], tuple[RowId, ...]]:
         """(groups, rows without a required column); a group without its prompt misses all its rows."""
         row_ids = [row for _, rows in wanted for row in rows]
         prompts, columns = await asyncio.gather(
@@ -160,7 +167,7 @@ class RoundsReader:
             PromptGroup(
                 group_id=group,
                 prompt_ids=decode_array(Column.PROMPT_IDS, prompt[Column.PROMPT_IDS]),
-                samples=[_sample(row, found[row]) for row in rows],
+                samples=[_sample(row, found[row], batch, self._age_decay) for row in rows],
                 part=self._part_of(group, prompt),
             )
             for (group, rows), prompt in zip(wanted, prompts, strict=True)
@@ -178,7 +185,19 @@ class RoundsReader:
         return part if part in self._parts else ""
 
 
-def _sample(row: RowId, columns: Mapping[Column, bytes]) -> TrainingSample:
+def _counts(columns: Mapping[Column, bytes], batch: int, age_decay: float) -> NDArray[np.float32] | None:
+    """[R]: age_decay ** age of each token, in versions that its weights are behind those that ``batch`` begins with.
+
+    Raises MessageError.
+    """
+    if age_decay == 1:
+        return None
+    spans = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO]).spans
+    ages = [max(0, batch - span.weights.version) for span in spans]
+    return np.repeat(age_decay ** np.array(ages), [span.end - span.start for span in spans]).astype(np.float32)
+
+
+def _sample(row: RowId, columns: Mapping[Column, bytes], batch: int, age_decay: float) -> TrainingSample:
     def optional(column: Column):
         return decode_array(column, columns[column]) if column in columns else None
 
@@ -195,6 +214,7 @@ def _sample(row: RowId, columns: Mapping[Column, bytes]) -> TrainingSample:
             values=optional(Column.VALUES),
             returns=optional(Column.RETURNS),
             branch_ends=optional(Column.BRANCH_ENDS),
+            counts=_counts(columns, batch, age_decay),
         )
     except MessageError as error:
         raise RoundsError(f"row {row} cannot be trained: {error}") from error

@@ -181,6 +181,7 @@ class TrainerWorker:
                 wanted=self._wanted(),
                 parts=self._settings.algorithms.keys() - {""},
                 stall_s=self._stall_s,
+                age_decay=self._settings.algorithm.age_decay if Column.ROLLOUT_INFO in self._wanted() else 1.0,
             )
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
@@ -208,6 +209,7 @@ class TrainerWorker:
             Column.REFERENCE_LOGPROBS: self._settings.has_reference,
             Column.REWARD: any(algorithm.selects_by_reward for algorithm in algorithms),
             Column.TOKEN_ADVANTAGES: self._settings.has_critic,
+            Column.ROLLOUT_INFO: self._settings.algorithm.age_decay < 1,
         }
         return frozenset(column for column, needed in wanted.items() if needed)
 

@@ -183,7 +183,7 @@ def migrate(p: Pipeline) -> None:
     for deadline in p.deadlines:
         group = p.live(deadline.group_id)
         if group is not None and group.stage is Stage.RUNNING and not deadline.attempt and not group.attempt:
-            ran_s = p.now_s - (deadline.at_s - p.settings.rollout_timeout_s)
+            ran_s = p.now_s - group.started_s
             worker = p.fleet.workers[group.worker_id]
             forecast_s = group.predicted_tokens * _step_s(p, worker, worker.in_flight)
             running.append((max(forecast_s - ran_s, MIN_LEFT_SHARE * ran_s), group))

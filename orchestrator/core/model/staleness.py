@@ -42,13 +42,15 @@ def is_too_old(batch: int, oldest_version: int, max_staleness: int) -> bool:
 def may_resume(
     batch: int, oldest: WeightIdentity, newest: WeightIdentity, lineage: Lineage, max_staleness: int | None
 ) -> bool:
-    """Whether a sample of ``batch`` may go on from tokens of these weights: as a row it could still be trained.
+    """Whether a sample of ``batch`` may go on from tokens of these weights: as a row it could still be trained, which
+    reaches from the oldest of them to those of now.
 
     max_staleness: None where nothing is trained, or the trainer waits for the row however old it is.
     Source: ours. Its age is that of its oldest token, so it is known before it goes on, and does not change by it.
     """
     too_old = max_staleness is not None and is_too_old(batch, oldest.version, max_staleness)
-    return not too_old and lineage.contains_row(oldest, newest)
+    now = WeightIdentity(epoch=lineage.epoch, version=lineage.version)
+    return not too_old and lineage.contains(newest) and lineage.contains_row(oldest, now)
 
 
 class Lineage(msgspec.Struct, kw_only=True):

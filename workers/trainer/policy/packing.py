@@ -152,7 +152,7 @@ def _check(group: PromptGroup) -> None:
     for sample in group.samples:
         optional = (sample.loss_mask, sample.reference_logprobs, sample.old_logprobs)
         of_critic = (sample.advantages, sample.values, sample.returns)
-        columns = (sample.response_ids, sample.rollout_logprobs, *optional, *of_critic)
+        columns = (sample.response_ids, sample.rollout_logprobs, sample.counts, *optional, *of_critic)
         lengths = {len(column) for column in columns if column is not None}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"row {sample.row_id} has columns of {sorted(lengths)} tokens; they must be equal and > 0")
@@ -182,7 +182,7 @@ def _token_batch(
     return TokenBatch(
         rollout_logprobs_N=column("rollout_logprobs"),
         advantages_N=_advantages(samples).to(device, dtype),
-        weights_N=per_token([token_weight(sample.num_loss_tokens, aggregation) for sample in samples]),
+        weights_N=_weights(samples, aggregation).to(device, dtype),
         old_logprobs_N=column("old_logprobs") if present("old_logprobs") else None,
         reference_logprobs_N=column("reference_logprobs") if present("reference_logprobs") else None,
         rewards_N=per_token(rewards) if len(rewards) == len(samples) else None,
@@ -190,6 +190,16 @@ def _token_batch(
         returns_N=column("returns") if samples and present("returns") else None,
         row_N=torch.from_numpy(np.repeat(np.arange(len(samples)), [one.num_loss_tokens for one in samples])).to(device),
     )
+
+
+def _weights(samples: Sequence[TrainingSample], aggregation: Aggregation) -> Tensor:
+    """[N] float64: of each token its row's weight, and what it counts itself."""
+    parts = [
+        np.full(sample.num_loss_tokens, token_weight(sample.num_loss_tokens, aggregation))
+        * (1.0 if sample.counts is None else _chosen(sample, sample.counts))
+        for sample in samples
+    ]
+    return torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
 
 
 def _advantages(samples: Sequence[TrainingSample]) -> Tensor:
