@@ -87,6 +87,7 @@ MODES: Mapping[str, Sequence[str]] = {
 COMMON = (
     "ranker.kind=none",
     "trainer.checkpoint_every=1000",
+    "trainer.lr=1e-12",  # or rewards come to agree within a group, and a trainer computes nothing of such rows
     "pipeline.groups_per_batch=16",
     "pipeline.group_size=4",
     "trainer.micro_batch_tokens=8192",
@@ -239,7 +240,7 @@ class Live:
 
 
 def live(setting: Setting, directory: Path, limit_s: float = LIMIT_S) -> Live:
-    """Raises SystemExit when the run fails."""
+    """Raises SystemExit when the run fails, or computes less than it trains: the simulator charges for all rows."""
     directory.mkdir(parents=True)
     (directory / LENGTHS).write_text("\n".join(map(str, setting.lengths())))
     command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain"]
@@ -259,8 +260,12 @@ def live(setting: Setting, directory: Path, limit_s: float = LIMIT_S) -> Live:
     if done.returncode != 0:
         raise SystemExit(f"{setting.name} failed: {(directory / 'out.log').read_text()[-2000:]}")
     run_dir = directory / "runs" / "tiny"
+    batches = read_metrics(run_dir / "metrics.jsonl")
+    trained, computed = (sum(line[name] for line in batches) for name in ("tokens_trained", "computed_tokens"))
+    if setting.engine == "embedded" and computed < 0.99 * trained:
+        raise SystemExit(f"{setting.name}: rewards agree in groups, so that {computed / trained:.0%} were computed")
     return Live(
-        iterations_s=iterations_s([line["time_s"] for line in read_metrics(run_dir / "metrics.jsonl")]),
+        iterations_s=iterations_s([line["time_s"] for line in batches]),
         run_dir=run_dir,
         others=load.share(),
     )
