@@ -71,12 +71,16 @@ def wait_for(holds: Callable[[], bool], what: str, run: subprocess.Popen[bytes],
     return before_s
 
 
-def dispatched(run_dir: Path) -> bool:
+def first_dispatch_s(run_dir: Path) -> float | None:
+    """On the run's clock; None: nothing was dispatched yet."""
     if not any((run_dir / "journal").glob("snapshot-*")):
-        return False
-    return any(
-        isinstance(one, DispatchGroups) for _, commands in recorded_commands(run_dir / "journal") for one in commands
+        return None
+    sent_s = (
+        record.now_s
+        for record, commands in recorded_commands(run_dir / "journal")
+        if any(isinstance(one, DispatchGroups) for one in commands)
     )
+    return next(sent_s, None)
 
 
 def killed_run(directory: Path, partial_s: float) -> tuple[Path, list[float]]:
@@ -91,7 +95,7 @@ def killed_run(directory: Path, partial_s: float) -> tuple[Path, list[float]]:
     with (directory / f"{name}.log").open("wb") as log:
         run = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env=environment)
         try:
-            dispatched_s = wait_for(lambda: dispatched(directory / name), "dispatch", run)
+            dispatched_s = wait_for(lambda: first_dispatch_s(directory / name) is not None, "dispatch", run)
             workers = of_role(psutil.Process(run.pid).children(recursive=True), "generate")
             time.sleep(KILL_AFTER_S)
             for worker in workers:
@@ -118,14 +122,14 @@ def sampled_twice(run_dir: Path, killed_s: list[float]) -> float:
     before: dict[str, float] = {}  # row: tokens that attempts at it had when they were lost
     resumed: dict[str, int] = {}
     num_lost = 0
-    dispatched_s = None
+    dispatched_s = first_dispatch_s(run_dir) or 0.0
     for record, commands in recorded_commands(run_dir / "journal"):
         event = record.event
         if isinstance(event, RolloutFinished):
             rows.add(event.row_id)
             resumed[event.row_id] = event.resumed_tokens
         if isinstance(event, WorkerLost) and event.worker_id in running and not event.left:
-            ended_s = (dispatched_s or 0.0) + killed_s[num_lost]
+            ended_s = dispatched_s + killed_s[num_lost]
             num_lost += 1
             for since_s, plan in running.pop(event.worker_id).values():
                 for row in (row_id(plan.group_id, sample) for sample in plan.samples):
@@ -134,7 +138,6 @@ def sampled_twice(run_dir: Path, killed_s: list[float]) -> float:
         for one in commands:
             if isinstance(one, DispatchGroups):
                 plan = one.plans[0]
-                dispatched_s = record.now_s if dispatched_s is None else dispatched_s
                 running.setdefault(one.worker_id, {})[plan.group_id] = (record.now_s, plan)
     if num_lost < 2:
         raise SystemExit(f"{num_lost} workers of 2 were lost: the run proves nothing")

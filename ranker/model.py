@@ -500,7 +500,7 @@ MAX_BYTES = 256 * 1024 * 1024  # a text model takes 1 to 4 MB, a history of 200,
 class StoredRanker(msgspec.Struct, frozen=True, kw_only=True):
     """What a file holds, as MessagePack: a text model, a history, or both.
 
-    refits: models that a run has trained before this one, its own.
+    refits: how many models the run has trained so far; 0: ``rank train`` wrote it.
     """
 
     format: str = FORMAT

@@ -384,8 +384,7 @@ def limit(prediction: Prediction) -> str:
 def notes(job: Job, split: Split) -> list[str]:
     """What about the input makes the answer worth less, and what the engines must be told for it to hold."""
     depth = job.layout(split, job.workload(1)).draft_depth
-    drafts = f"drafts of {depth} {'token' if depth == 1 else 'tokens'} at every step"
-    on = [*([drafts] if depth else []), *(f"fp8 {name}" for name in job.fp8.names)]
+    on = [*([f"drafts ({depth} at every step)"] if depth else []), *(f"fp8 {name}" for name in job.fp8.names)]
     aids = [f"reckoned with {' and '.join(on)}, which the settings turn on for SGLang and vLLM"] if on else []
     if job.drafts and not depth:
         aids.append("SGLang and vLLM draft at every step, which loses at this batch: drafts stay off")

@@ -118,8 +118,6 @@ def simulate(
     skipped: list[str] = []
     known = None if recall >= 1.0 else recall
     if lengths is None:
-        if group_size > 1:
-            skipped.append("the samples of a group have one length: --lengths reads a file of real ones")
         groups = long_tailed(batch * iterations, seed=seed, recall=known, question_tokens=prompt_tokens)
     else:
         read = read_lengths(lengths, group_size, skipped.append)
@@ -146,7 +144,12 @@ def simulate(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     data = _as_data(outcome, layout, workload, pipeline, chosen, iterations)
-    data["notes"] = [*skipped, *([] if measured is None else _notes(measured, workload, layout))]
+    alike = lengths is None and group_size > 1
+    data["notes"] = [
+        *skipped,
+        *(["the samples of a group have one length: --lengths reads a file of real ones"] if alike else []),
+        *([] if measured is None else _notes(measured, workload, layout)),
+    ]
     typer.echo(msgspec.json.encode(data).decode() if as_json else _as_text(outcome, layout, data))
     if out is not None:
         try:

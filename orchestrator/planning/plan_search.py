@@ -180,8 +180,6 @@ class Job:
             fp8=self.fp8,
             link_bytes_per_s=self.link_bytes_per_s if split.generation.site != split.training.site else 0.0,
         )
-        if not self.drafts:
-            return layout
         return drafting_always(workload, layout, self.assumed, drains=not self.settings.max_staleness)  # as servers do
 
 

@@ -221,6 +221,8 @@ def _drafted_costs(workload: Workload, layout: Layout, assumed: Assumptions) -> 
 
 def _cheapest_depth(costs: Sequence[DecodeCost], workload: Workload, layout: Layout, share: float) -> int:
     """Which of them is the cheapest for this share of the batch that fits."""
+    if len(costs) == 1:
+        return 0
     mean = fmean(length for samples in workload.lengths.lengths for length in samples)
     context = fmean(workload.lengths.questions) + mean / 2
     batch = share * min(layout.slots, costs[0].kv_capacity_tokens / context)

@@ -41,7 +41,7 @@ from transport.broker.base import (
     without_blocks,
 )
 from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
-from transport.errors import FencedError, TailLostError
+from transport.errors import BrokerFullError, FencedError, TailLostError
 
 __all__ = ["MemoryBroker", "MemoryServer"]
 
@@ -428,3 +428,14 @@ def _select(stored: dict[Column, bytes], columns: Sequence[Column]) -> dict[Colu
 
 def _delivery(queue: str, entry: LogEntry, deliveries: int) -> Delivery:
     return Delivery(queue=queue, entry_id=entry.entry_id, entry=entry.entry, deliveries=deliveries)
+
+
+class FillingBroker(MemoryBroker):
+    """One that answers while it is full, and takes no writes."""
+
+    full = False
+
+    async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
+        if self.full:
+            raise BrokerFullError("here", "its memory")
+        await super().put_meta(name, value, ttl_s=ttl_s)

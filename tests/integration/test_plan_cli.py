@@ -201,7 +201,7 @@ def test_drafts_are_planned_as_servers_draft_and_off_where_that_loses(lengths: P
     printed, _ = call(*job, "--drafts", 0.9)
     depth = tomllib.loads((tmp_path / "p.toml").read_text())["generation"]["drafts"]
     assert 1 <= depth <= 8
-    assert f"drafts of {depth} token" in printed
+    assert f"drafts ({depth} at every step)" in printed
     printed, _ = call(*job, "--drafts", 0.01)
     assert "drafts" not in tomllib.loads((tmp_path / "p.toml").read_text())["generation"]
     assert "drafts stay off" in printed

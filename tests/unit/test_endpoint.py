@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.fakes.agents import END, GROUP, KEY, MODEL, START, Endpoint, endpoint, text_of
-from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_broker import FillingBroker, MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from transport.contracts.settings import EndpointSettings
 from transport.contracts.types import (
@@ -27,7 +27,6 @@ from transport.contracts.types import (
     evaluation_id,
     group_id,
 )
-from transport.errors import BrokerUnavailableError
 from transport.rows.columns import loss_mask
 from workers.endpoint.http import run_key
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, OnTokens
@@ -400,10 +399,10 @@ async def test_a_session_that_ends_while_others_are_stopped_comes_out_once(tmp_p
         async with client(ready) as agent, client(busy) as other:
             await say(agent, [HELLO])
             served.inner.held.clear()
+            served.inner.asked.clear()
             asking = asyncio.create_task(say(other, [HELLO]))
             async with asyncio.timeout(30):
-                while len(served.inner.requests) < 2:  # noqa: ASYNC110 nobody tells
-                    await asyncio.sleep(0)
+                await served.inner.asked.wait()
             aborting = asyncio.create_task(served.engine.abort([request.key]))
             async with asyncio.timeout(30):
                 await stopping.wait()
@@ -606,21 +605,14 @@ async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: 
 
 
 async def test_an_agents_own_prompt_that_could_not_be_kept_is_no_groups(tmp_path: Path) -> None:
-    class Unwilling(MemoryBroker):
-        refuses = True
-
-        async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
-            if self.refuses:
-                raise BrokerUnavailableError("broker:1", "it is away")
-            await super().put_meta(name, value, ttl_s=ttl_s)
-
-    broker = Unwilling(MemoryServer(), RunName("tiny"))
+    broker = FillingBroker(MemoryServer(), RunName("tiny"))
+    broker.full = True
     own = {"id": "mine-1", "question": "2+2"}
     async with endpoint(tmp_path, broker=broker) as served:
         served.offer(0, 1)
         refused = await served.run.post("/sessions", json={"prompt": own, "wait_s": 30})
         assert (refused.status_code, served.engine.sessions.own_prompts) == (503, {})
-        broker.refuses = False
+        broker.full = False
         assert (await served.lease(prompt=own))["prompt_id"] == "mine-1"
     async with endpoint(tmp_path, broker=broker) as again:
         again.offer(0, attempt=1)

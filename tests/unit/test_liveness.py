@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.launch.processes import SILENCES, Liveness
 from tests.fakes.manual_clock import ManualClock
-from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from tests.fakes.memory_broker import FillingBroker, MemoryServer
 from transport.broker import keys
 from transport.contracts.messages import STARTING, WorkerStatus, encode
 from transport.contracts.settings import LivenessSettings
@@ -41,17 +41,6 @@ class FakeProcesses:
     def end(self, name: str) -> None:
         self.ended.append(name)
         self._pids[name] += 100
-
-
-class FillingBroker(MemoryBroker):
-    """One that answers while it is full, and takes no writes."""
-
-    full = False
-
-    async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
-        if self.full:
-            raise BrokerFullError("here", "its memory")
-        await super().put_meta(name, value, ttl_s=ttl_s)
 
 
 class World:

@@ -148,7 +148,8 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True):
     def costs(self, cost: DecodeCost) -> tuple[DecodeCost, ...]:
         """[max_tokens + 1] what one token of every sample takes, by the tokens that are drafted a step; 0: ``cost``.
         [1] with ``every_step``."""
-        return tuple(self._cost(cost, depth) for depth in range(self.max_tokens + 1))[-1 if self.every_step else 0 :]
+        fewest = self.max_tokens if self.every_step else 0
+        return tuple(self._cost(cost, depth) for depth in range(fewest, self.max_tokens + 1))
 
     def _cost(self, cost: DecodeCost, depth: int) -> DecodeCost:
         if not depth:

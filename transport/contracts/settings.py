@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from transport.contracts.llms import Fp8
-from transport.contracts.types import MAX_NUMBER, SamplingParams, UpdateMode
+from transport.contracts.types import MAX_NUMBER, MAX_TOP_K, SamplingParams, UpdateMode
 
 ParamValue = int | float | str | bool | list[int]
 LoggerName = Literal["tensorboard", "wandb", "mlflow"]
@@ -187,7 +187,7 @@ class SamplingSettings(Section, frozen=True, kw_only=True):
     max_new_tokens: AtLeast1 = 32  # of a response; a longer one is cut, and says so by its finish reason
     temperature: Positive = 1.0  # of the softmax; at 0 all samples of a group are equal and carry no gradient
     top_p: Share = 1.0  # share of probability of the likeliest tokens that are sampled from; 1: off
-    top_k: AtLeast0 = 0  # likeliest tokens that are sampled from; 0: off
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] = 0  # likeliest tokens that are sampled from; 0: off
 
     @property
     def params(self) -> SamplingParams:

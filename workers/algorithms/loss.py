@@ -180,8 +180,12 @@ def normaliser(objective: Objective, *, num_rows: int, num_tokens: int, advantag
 
 
 MAX_LOG_RATIO = 80.0
-"""exp of more than 88 is infinite in float32, and what clipping then multiplies with 0 has no gradient but NaN. The sum
-over a row of thousands of tokens comes there."""
+
+
+def _ratio_N(log_ratio_N: Tensor) -> Tensor:
+    """exp, always finite: it ends at 88 in float32, where the sum over a row of thousands of tokens comes, and infinity
+    that clipping multiplies with 0 has no gradient but NaN."""
+    return torch.exp(log_ratio_N.clamp(max=MAX_LOG_RATIO))
 
 
 def importance_weight_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, objective: Objective) -> Tensor:
@@ -190,8 +194,7 @@ def importance_weight_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, obje
     Source: truncated importance sampling (TIS), fengyao.notion.site/off-policy-rl; TRL's "token_truncate", and "mask":
     "token_mask", where what is above the cap does not count at all.
     """
-    log_weight_N, cap = (old_logprobs_N - rollout_logprobs_N).detach(), objective.importance_cap
-    weight_N = torch.exp(log_weight_N.clamp(max=MAX_LOG_RATIO))
+    weight_N, cap = _ratio_N(old_logprobs_N - rollout_logprobs_N).detach(), objective.importance_cap
     return weight_N.clamp(max=cap) if objective.importance == "truncate" else weight_N * (weight_N <= cap)
 
 
@@ -201,7 +204,7 @@ def policy_ratio_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective)
     log_ratio_N = logprobs_N - old_N
     if objective.loss in BY_ROW:
         log_ratio_N = _over_row_N(log_ratio_N, tokens, mean=objective.loss == "gspo")
-    return torch.exp(log_ratio_N.clamp(max=MAX_LOG_RATIO))
+    return _ratio_N(log_ratio_N)
 
 
 def _over_row_N(values_N: Tensor, tokens: TokenBatch, *, mean: bool) -> Tensor:

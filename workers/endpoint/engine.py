@@ -278,7 +278,7 @@ class SessionEngine:
                 self.sessions.own_prompts[name] = prompt  # nobody else takes a seat of it for the row's question now
                 try:
                     await self._prompts.keep(name, prompt)
-                except BaseException:
+                except BaseException:  # also where the agent went away
                     self.sessions.own_prompts.pop(name, None)
                     raise
                 session = self.sessions.lease_own(now_s, prompt)
@@ -287,20 +287,8 @@ class SessionEngine:
     def heard(self, session: Session) -> None:
         session.heard_s = self._clock.now_s()
 
-    def report(self, session: Session, reward: float) -> None:
-        """The reward that its sample is to have, until another one is reported.
-
-        Raises EndpointRefusedError: the session has ended.
-        """
-        self._check_still_open(session)
-        session.reward = reward
-
     async def give_back(self, session: Session, reason: str) -> None:
-        """Its agent failed: what it did is dropped, and its sample waits for another agent, or has failed.
-
-        Raises EndpointRefusedError: the session has ended.
-        """
-        self._check_still_open(session)
+        """Its agent failed: what it did is dropped, and its sample waits for another agent, or has failed."""
         self._give_back(session, reason)
         await self._stop_turns([session])
 
@@ -315,9 +303,8 @@ class SessionEngine:
     async def seal(self, session: Session) -> End:
         """What is trained of it is the sample, with the reward that was reported, if one was.
 
-        Raises EndpointRefusedError: nothing was generated in it, or it has ended.
+        Raises EndpointRefusedError: nothing was generated in it.
         """
-        self._check_still_open(session)
         end = session.conversation.longest
         if end is None:
             reason = "nothing was generated in the session: ask for an answer, or give it back (POST .../fail)"

@@ -226,7 +226,7 @@ class EndpointServer:
 
     async def _chat(self, request: HttpRequest) -> Response:
         with _answering(response := _Refusal()):
-            session, asked = self._session(request), decode(await request.body(), ChatRequest)
+            asked, session = await _body(request, ChatRequest), self._session(request)
             if asked.stream:
                 stream = TurnStream()
                 return self._events(asked, self._engine.chat(session, asked, stream), stream)
@@ -236,7 +236,7 @@ class EndpointServer:
 
     async def _complete(self, request: HttpRequest) -> Response:
         with _answering(response := _Refusal()):
-            session, asked = self._session(request), decode(await request.body(), CompletionRequest)
+            asked, session = await _body(request, CompletionRequest), self._session(request)
             if asked.stream:
                 stream = TurnStream()
                 return self._events(asked, self._engine.complete(session, asked, stream), stream)
@@ -286,8 +286,7 @@ class EndpointServer:
     async def _lease(self, request: HttpRequest) -> Response:
         with _answering(response := _Refusal()):
             self._owner(request)
-            body = await request.body()
-            asked = decode(body, Lease) if body else Lease()
+            asked = await _body(request, Lease)
             leasing = self._engine.lease(group=asked.group, prompt=asked.prompt, wait_s=asked.wait_s)
             return answer(self._work(await _while_connected(request, leasing)), 201)
         return response.made
@@ -353,20 +352,20 @@ class EndpointServer:
 
     async def _reward(self, request: HttpRequest) -> Response:
         with _answering(response := _Refusal()):
-            session, asked = self._named(request), decode(await request.body(), RewardBody)
-            self._engine.report(session, asked.reward)
+            asked, session = await _body(request, RewardBody), self._named(request)
+            session.reward = asked.reward
             return answer({"reward": asked.reward})
         return response.made
 
     async def _end(self, request: HttpRequest) -> Response:
         """Once more is answered as the first time: the answer may have been lost."""
         with _answering(response := _Refusal()):
-            body = await request.body()  # meanwhile another ``end`` may come first
+            asked = await _body(request, Ending)
             if (end := self._sealed(request)) is not None:
                 return answer({"sealed": True, "tokens": end.tokens})
-            session, asked = self._named(request), decode(body, Ending) if body else Ending()
+            session = self._named(request)
             if asked.reward is not None:
-                self._engine.report(session, asked.reward)
+                session.reward = asked.reward
             standing = self._standing(session)
             end = await self._engine.seal(session)
             return answer({"sealed": True, "tokens": end.tokens, **standing})
@@ -381,8 +380,8 @@ class EndpointServer:
 
     async def _fail(self, request: HttpRequest) -> Response:
         with _answering(response := _Refusal()):
-            session, body = self._named(request), await request.body()
-            reason = (decode(body, Failure) if body else Failure()).reason or "it did not say why"
+            asked, session = await _body(request, Failure), self._named(request)
+            reason = asked.reason or "it did not say why"
             await self._engine.give_back(session, f"its agent failed: {reason}")
             return answer({"given_back": True})
         return response.made
@@ -427,6 +426,13 @@ def _answering(refusal: _Refusal) -> Iterator[None]:
         refusal.made = error_answer(error.status, str(error), headers, code=error.code, param=error.param)
     except TransientError as error:  # the engine ended: its worker starts again, with other sessions
         refusal.made = error_answer(503, f"the engine ended: {error}", code="engine_failed")
+
+
+async def _body(request: HttpRequest, kind: type[T]) -> T:
+    """What is asked; an empty body leaves out all. To be read before its session is looked up: while it comes, another
+    request may end that. Raises EndpointRefusedError.
+    """
+    return decode(await request.body() or b"{}", kind)
 
 
 def _key(request: HttpRequest) -> str:

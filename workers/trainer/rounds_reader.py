@@ -52,9 +52,9 @@ class RoundsReader:
 
     wanted: columns without which a row is not complete, beside REQUIRED.  parts: that have an objective of their own;
     of a group of any other the part is not told.  age_decay: of what a token counts, for each version that it is behind
-    its batch's; below 1 the rollout's info is wanted.  stall_s: the longest wait for the next
-    command, or for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by
-    itself what takes too long; it may have been paused.
+    its batch's, where ROLLOUT_INFO is wanted.  stall_s: the longest wait for the next command, or for one round's
+    missing rows, while no orchestrator gives a sign of life. One that lives judges by itself what takes too long; it
+    may have been paused.
     """
 
     def __init__(
@@ -186,11 +186,12 @@ class RoundsReader:
 
 
 def _counts(columns: Mapping[Column, bytes], batch: int, age_decay: float) -> NDArray[np.float32] | None:
-    """[R]: age_decay ** age of each token, in versions that its weights are behind those that ``batch`` begins with.
+    """[R]: age_decay ** age of each token, in versions that its weights are behind those that ``batch`` begins with;
+    None: all count alike.
 
     Raises MessageError.
     """
-    if age_decay == 1:
+    if Column.ROLLOUT_INFO not in columns:
         return None
     spans = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO]).spans
     ages = [max(0, batch - span.weights.version) for span in spans]

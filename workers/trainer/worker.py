@@ -181,7 +181,7 @@ class TrainerWorker:
                 wanted=self._wanted(),
                 parts=self._settings.algorithms.keys() - {""},
                 stall_s=self._stall_s,
-                age_decay=self._settings.algorithm.age_decay if Column.ROLLOUT_INFO in self._wanted() else 1.0,
+                age_decay=self._settings.algorithm.age_decay,
             )
             async with asyncio.TaskGroup() as group:
                 self._tasks = group

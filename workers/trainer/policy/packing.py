@@ -178,11 +178,21 @@ def _token_batch(
         parts = [_chosen(sample, getattr(sample, name)) for sample in samples]
         return torch.from_numpy(np.concatenate([np.zeros(0), *parts])).to(device, dtype)
 
+    def own_or_row(name: str, of_rows: Sequence[float]) -> Tensor:
+        """Of each token its own, or its row's where that has none."""
+        parts = [
+            np.full(sample.num_loss_tokens, of_row) if own is None else _chosen(sample, own)
+            for sample, of_row in zip(samples, of_rows, strict=True)
+            for own in [getattr(sample, name)]
+        ]
+        return torch.from_numpy(np.concatenate([np.zeros(0), *parts])).to(device, dtype)
+
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     return TokenBatch(
         rollout_logprobs_N=column("rollout_logprobs"),
-        advantages_N=_advantages(samples).to(device, dtype),
-        weights_N=_weights(samples, aggregation).to(device, dtype),
+        advantages_N=own_or_row("advantages", [sample.advantage for sample in samples]),
+        weights_N=per_token([token_weight(sample.num_loss_tokens, aggregation) for sample in samples])
+        * own_or_row("counts", [1.0] * len(samples)),
         old_logprobs_N=column("old_logprobs") if present("old_logprobs") else None,
         reference_logprobs_N=column("reference_logprobs") if present("reference_logprobs") else None,
         rewards_N=per_token(rewards) if len(rewards) == len(samples) else None,
@@ -190,27 +200,6 @@ def _token_batch(
         returns_N=column("returns") if samples and present("returns") else None,
         row_N=torch.from_numpy(np.repeat(np.arange(len(samples)), [one.num_loss_tokens for one in samples])).to(device),
     )
-
-
-def _weights(samples: Sequence[TrainingSample], aggregation: Aggregation) -> Tensor:
-    """[N] float64: of each token its row's weight, and what it counts itself."""
-    parts = [
-        np.full(sample.num_loss_tokens, token_weight(sample.num_loss_tokens, aggregation))
-        * (1.0 if sample.counts is None else _chosen(sample, sample.counts))
-        for sample in samples
-    ]
-    return torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
-
-
-def _advantages(samples: Sequence[TrainingSample]) -> Tensor:
-    """[N] float64: of each token its own, or its row's, as that row's estimator has it."""
-    parts = [
-        np.full(sample.num_loss_tokens, sample.advantage)
-        if sample.advantages is None
-        else _chosen(sample, sample.advantages)
-        for sample in samples
-    ]
-    return torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
 
 
 def _chosen(sample: TrainingSample, per_token: NDArray[Any]) -> NDArray[Any]:
