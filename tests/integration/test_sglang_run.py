@@ -74,7 +74,9 @@ def test_a_run_learns_with_either_engine(tmp_path: Path, engine: str) -> None:
         rewards = [line["reward"] for line in lines]
         assert len(lines) == 16
         assert sum(rewards[-4:]) > 1.25 * sum(rewards[:4]), f"it learns: {rewards}"
-        assert max(line["logprob_mismatch_max"] for line in lines) < EXACT
+        compared = [line for line in lines if line["computed_tokens"]]  # where all groups agree nothing is computed
+        assert len(compared) >= 8
+        assert max(line["logprob_mismatch_max"] for line in compared) < EXACT
         assert {line["staleness"] for line in lines} == {0.0}
         assert run.audit().returncode == 0
         print("curve", engine, [round(reward, 3) for reward in rewards])
