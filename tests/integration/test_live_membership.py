@@ -29,6 +29,7 @@ def test_a_live_run_trains_full_batches_and_its_audit_finds_nothing(tmp_path, se
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("update", ["in_flight", "barrier"])
 def test_deferred_tails_survive_the_death_of_their_workers_and_are_trained_once(tmp_path, update):
     lengths = tmp_path / "lengths.txt"

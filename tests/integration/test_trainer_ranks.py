@@ -126,6 +126,7 @@ async def test_two_ranks_train_what_one_does(run: TrainerRun, start_ranks: Ranks
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
 
 
+@pytest.mark.chaos
 async def test_a_rank_stays_until_rank_0_has_saved_everything(
     run: TrainerRun, start_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ async def test_a_rank_stays_until_rank_0_has_saved_everything(
     assert (run.run_dir / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.chaos
 async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
     run: TrainerRun, start_ranks: Ranks, start_rank: Rank, tmp_path: Path
 ) -> None:
@@ -241,6 +243,7 @@ async def test_ranks_listen_to_this_machine_only(run: TrainerRun, start_ranks: R
     assert not list((run.run_dir / "ranks").iterdir())
 
 
+@pytest.mark.chaos
 async def test_one_command_starts_all_ranks_and_ends_them_together(run: TrainerRun, start_rank: Rank) -> None:
     """As in a container: a rank that is killed ends the command, which is started again."""
     await send_batch(run, 0, checkpoint=True)
