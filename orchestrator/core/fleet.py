@@ -213,7 +213,8 @@ def _judge(p: Pipeline, batch: Batch, iteration: Iteration, settings: ScalingSet
     if change is None:
         return
     more = change.to_workers - change.from_workers
-    if more > 0 and not _spawn(p, more, change.reason, settings):
+    all_begun = p.next_batch >= p.settings.num_batches  # who comes now would find nothing to begin
+    if more > 0 and (all_begun or not _spawn(p, more, change.reason, settings)):
         return
     elastic.last = change
     if more < 0:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fakes.agents import leased
 from tests.fakes.command_line import REPOSITORY
 from tests.fakes.live_run import EMULATED, LiveRun
 
@@ -71,10 +72,7 @@ def test_the_documented_agent_trains_a_run_whose_worker_dies(tmp_path: Path) -> 
 
 def forked(calls: httpx.Client) -> dict[str, Any]:
     """Lease a sample, ask twice with other histories, and end it. Returns what the end was answered."""
-    for _ in range(20):
-        if (lease := calls.post("/sessions")).status_code != 429:
-            break
-    work = lease.raise_for_status().json()
+    work = leased(calls)
     for text in ("One", "Two"):
         asked = {"model": work["model"], "messages": [{"role": "user", "content": text}], "max_tokens": 8}
         calls.post(f"{work['session_url']}/chat/completions", json=asked).raise_for_status()

@@ -116,7 +116,7 @@ def test_generate_update_generate(tmp_path: Path):
         assert "generate-1.1 is refused: the tokenizer of" in words
 
         join_shifted(place)
-        place.wait_until(lambda: len(place.status("service")["generation"]) == 2, "the worker of tomorrow")
+        place.wait_until(lambda: len(place.status("service").get("generation", [])) == 2, "the worker of tomorrow")
         lines = asked.lines("/generate", {"prompts": ["1+1="] * 40, "samples": 4, "id": "long", "acknowledge": True})
         some = [next(lines) for _ in range(8)]
         first.send_signal(signal.SIGKILL)

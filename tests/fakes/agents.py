@@ -1,4 +1,4 @@
-"""An engine that says what a test wrote down, a tokenizer of printable ASCII, and the endpoint on both."""
+"""An engine that says what a test wrote down, a tokenizer of printable ASCII, the endpoint on both; a lease."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ def ascii_tokenizer() -> Any:
         additional_special_tokens=[START],
         chat_template=TEMPLATE,
     )
+
+
+def leased(run: httpx.Client) -> dict[str, Any]:
+    """A sample's session of a real run, whose first samples come when its engine serves weights."""
+    for _ in range(20):
+        if (answer := run.post("/sessions")).status_code != 429:
+            break
+    return answer.raise_for_status().json()
 
 
 class ScriptedEngine:

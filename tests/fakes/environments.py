@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Echo:
-    """A good one: says each turn again, or ``says``, and after ``turns`` of them pays how many characters it heard."""
+    """A good one: says each turn again, or ``says``, and after ``turns`` pays one more than the characters it heard."""
 
     def __init__(self, turns: int = 2, greeting: str = "", role: str = "tool", says: str = "") -> None:
         self.turns, self.greeting, self.role, self.says = turns, greeting, role, says
@@ -24,7 +24,7 @@ class Echo:
         self.heard.append(text)
         done = len(self.heard) == self.turns
         said = [{"role": self.role, "content": self.says or f"{len(self.heard)}:{text}"}]
-        return None if done else said, done, float(sum(map(len, self.heard))) if done else None
+        return None if done else said, done, float(1 + sum(map(len, self.heard))) if done else None
 
 
 class Told(Echo):

@@ -196,13 +196,13 @@ class LiveRun:
         self._process.send_signal(number)
 
     def kill(self, *words: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Signal the child whose command line contains all of ``words``. Returns its pid."""
+        """Signal the child that was started with all of ``words``. Returns its pid."""
         child = self.child(*words)
         child.send_signal(number)
         return child.pid
 
     def child(self, *words: str) -> psutil.Process:
-        """The living child of the run whose command line contains all of ``words``."""
+        """The living child of the run that was started with all of ``words``; of several the last one."""
         self._notice()
         found = [process for process in self._seen.values() if _matches(process, words)]
         assert found, f"no process {' '.join(words)}:\n{self.describe()}"
@@ -236,16 +236,20 @@ class LiveRun:
             self._seen[pid].send_signal(signal.SIGCONT)
 
     def survivors(self, *words: str) -> list[int]:
-        """Processes of the run that are still alive, with all of ``words`` in their command line."""
+        """Processes of the run that are still alive and were started with all of ``words``."""
         return [pid for pid, process in self._seen.items() if _matches(process, words)]
 
 
 def _matches(process: psutil.Process, words: Sequence[str]) -> bool:
+    """Whether it lives, and each word is one of its arguments or the name of its program.
+
+    Parts of arguments do not count: a path may contain any word.
+    """
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         line = process.cmdline()
-        return all(any(word in part for part in line) for word in words)
+        return {*words} <= {*line, *(Path(part).name for part in line[:1])}
     except psutil.NoSuchProcess:
         return False
 

@@ -76,7 +76,7 @@ async def test_an_episode_is_begun_told_its_turns_and_ended(jail: str) -> None:
         assert (await episode.reset("say it", b"{}")).messages == (Message(role="tool", content="hello"),)
         first, last = await episode.step("one", [1]), await episode.step("two!", [2, 3])
         assert (first.messages, first.done, first.reward) == ((Message(role="tool", content="1:one"),), False, None)
-        assert (last.messages, last.done, last.reward) == ((), True, 7.0)
+        assert (last.messages, last.done, last.reward) == ((), True, 8.0)
 
 
 @pytest.mark.parametrize("how", ["crash", "raise", "kill", "hang"])
@@ -93,7 +93,7 @@ async def test_an_episode_is_replayed_where_its_environment_failed(how: str, tmp
             os.kill(pid, signal.SIGKILL)
         second = await episode.step(how, [2])
         assert second.messages == (Message(role="tool", content=f"2:{how}"),)
-        assert (await episode.step("three", [3])).reward == len("one" + how + "three")
+        assert (await episode.step("three", [3])).reward == 1 + len("one" + how + "three")
         assert episode.replays == 1
         assert (await neighbour.step("zwei", [2])).messages == (Message(role="tool", content="2:zwei"),)
         assert neighbour.replays == (how != "raise"), "it lived in the same process"
@@ -416,7 +416,7 @@ def test_held_out_problems_are_answered_in_episodes(tmp_path: Path) -> None:
     assert told["pass@2"] == 1.0
     assert len({answer["prompt_id"] for answer in answers}) == 4
     paid = [answer["figures"]["reward"] for answer in answers]
-    assert min(paid) > 0  # Echo pays what it heard
+    assert min(paid) > 0  # Echo pays for what it heard
     assert told["reward"] == pytest.approx(sum(paid) / 8)
     assert all(answer["figures"]["response_tokens"] > 16 for answer in answers)  # two turns, and what was said between
 

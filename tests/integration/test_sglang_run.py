@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fakes.agents import leased
 from tests.fakes.live_run import LiveRun
 from tests.fakes.sglang_servers import command, needs_sglang
 
@@ -56,7 +57,7 @@ def test_a_conversation_over_the_real_server_is_trained_as_it_was_sampled(tmp_pa
         run.wait_until(address.exists, "an address")
         headers = {"authorization": f"Bearer {(run.run_dir / 'endpoint.key').read_text()}"}
         with httpx.Client(base_url=f"http://{address.read_text().strip()}/v1", headers=headers, timeout=120) as calls:
-            works = [calls.post("/sessions", json={"wait_s": 20}).raise_for_status().json() for _ in range(2)]
+            works = [leased(calls) for _ in range(2)]
             tokens = sum(converse(calls, work) for work in works)
         assert run.wait_for_end(timeout_s=200) == 0, run.describe()
         (line,) = run.metrics()

@@ -24,7 +24,7 @@ from transport.broker import keys
 from transport.broker.embedded import EmbeddedServer
 from transport.broker.redis_streams import connect
 from transport.contracts.messages import CheckpointSaved, StepDone, TrainerReady, encode
-from transport.contracts.settings import BrokerSettings
+from transport.contracts.settings import BrokerSettings, LivenessSettings
 from transport.contracts.types import RunName
 from workers.models import prepare_model
 
@@ -42,7 +42,8 @@ async def run(model_dir: Path, tmp_path: Path) -> AsyncIterator[TrainerRun]:
         server = EmbeddedServer(tmp_path / "broker", appendfsync="no")
         await server.start()
         stack.push_async_callback(server.stop)
-        settings = tiny_settings(ranks=2)
+        # half of it is what a rank waits for the others, here while they import torch on a busy machine
+        settings = msgspec.structs.replace(tiny_settings(ranks=2), liveness=LivenessSettings(stall_s=240.0))
         run = TrainerRun(model_dir, tmp_path / "run", settings)
         run.broker = await connect(BrokerSettings(), RunName("run"), url=server.url, password=server.password)
         stack.push_async_callback(run.broker.close)

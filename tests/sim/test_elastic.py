@@ -110,6 +110,14 @@ def test_lengths_that_stay_change_nothing():
     assert not commands_of(log, DrainWorker)
 
 
+@pytest.mark.parametrize(("batches_each", "asked"), [(26, True), (29, False)])
+def test_nobody_is_asked_for_when_all_batches_are_begun(batches_each: int, asked: bool):
+    eager = ScalingSettings(min_workers=2, max_workers=6, confirm=1)
+    lengths = Drifting(phases=(80, 480), batches_each=batches_each)
+    log = run(lengths, msgspec.structs.replace(CORE, scaling=eager), train_s=4.0)
+    assert bool(commands_of(log, SpawnWorkers)) == asked
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_fleet_under_faults_stays_within_its_limits_and_loses_no_sample(seed: int):
     faults = FaultModel(

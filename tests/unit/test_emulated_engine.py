@@ -165,13 +165,13 @@ async def test_what_is_aborted_comes_out_once_running_or_waiting():
 
 
 async def test_a_prompt_is_paid_once_for_its_group():
-    costs = EmulatedSettings(time_scale=0.001, step_s=0.02, sample_step_s=0.0, prefill_token_s=1.0)
+    costs = EmulatedSettings(time_scale=0.01, step_s=0.02, sample_step_s=0.0, prefill_token_s=1.0)
     async with Engine(slots=4, costs=costs) as engine:
         clock = MonotonicClock()
         started_s = clock.now_s()
         engine.submit(0, 1, 1, 1, prompt=50)
         await engine.results(3)
-        assert 0.05 <= clock.now_s() - started_s < 0.15
+        assert 0.5 <= clock.now_s() - started_s < 1.5, "1.5 s are three prompts"
 
 
 async def test_the_same_sample_has_the_same_tokens_on_every_engine():

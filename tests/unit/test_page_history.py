@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.starts import GpuUse
+from orchestrator.observability.http import status as status_module
 from orchestrator.observability.http.status import (
     BATCHES,
     CELLS,
@@ -167,6 +169,24 @@ def test_workers_that_were_lost_are_counted_and_the_newest_named():
 
 W0 = WorkerId("generate-0.1")
 TRAINER = WorkerId("train-0.1")
+
+
+async def test_a_run_that_stops_answers_until_a_slow_page_has_heard_why(monkeypatch: pytest.MonkeyPatch):
+    clock = ManualClock()
+    board = StatusBoard(clock)
+    await board.last_words("nobody asks")  # and nobody is waited for
+    monkeypatch.setattr(status_module, "LAST_WORDS_S", 0.01)
+    board.answer()
+    for heard in (True, False):
+        clock.advance(1.0)
+        ending = asyncio.create_task(board.last_words("by Ctrl-C"))
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        clock.advance(3.0 if heard else 5.0)
+        if heard:
+            assert board.answer()["stopped"] == "by Ctrl-C"
+        async with asyncio.timeout(10):
+            await ending
 
 
 def weights(version: int) -> WeightIdentity:

@@ -112,6 +112,7 @@ MAX_LOST = 8  # workers that are named
 
 
 LAST_WORDS_S = 1.5  # a page asks every second
+SLOW_PAGE_S = 5.0  # and one on a busy machine within this long
 
 
 class StatusBoard:
@@ -142,10 +143,15 @@ class StatusBoard:
         return {**self.latest, "age_s": round(self.age_s, 1), "stopped": self._stopped, "go_on": self._go_on}
 
     async def last_words(self, stopped: str) -> None:
-        """Answer with why the run stops, for as long as a page takes to ask again, where one asked lately."""
-        self._stopped = stopped
-        if self.clock.now_s() - self._asked_s < 2 * LAST_WORDS_S:
-            await asyncio.sleep(LAST_WORDS_S)
+        """Answer with why the run stops, where a page asked lately: for as long as pages take to ask again, and until
+        one has asked, ``SLOW_PAGE_S`` at most."""
+        self._stopped, stopped_s = stopped, self.clock.now_s()
+        if stopped_s - self._asked_s >= SLOW_PAGE_S:
+            return
+        await asyncio.sleep(LAST_WORDS_S)
+        late_s = stopped_s + SLOW_PAGE_S
+        while self._asked_s < stopped_s and self.clock.now_s() < late_s:  # noqa: ASYNC110 an answer wakes no task
+            await asyncio.sleep(LAST_WORDS_S / 10)
 
     @property
     def age_s(self) -> float:
