@@ -191,10 +191,13 @@ def test_loading_copies_so_the_source_may_be_overwritten():
     check_logprobs(new, [asked], run_all(decoder, [asked]))
 
 
-def test_an_abort_keeps_the_partial_tokens_and_names_what_never_started():
+@pytest.mark.parametrize("prompt", [7, FIRST_CAPACITY], ids=["as the cache begins", "after it grew"])
+def test_an_abort_keeps_the_partial_tokens_and_names_what_never_started(prompt: int):
     model = tiny_model()
     decoder = decoder_of(model, slots=4)
-    stopped, kept, waiting = request(0, samples=range(3)), request(1, samples=range(2)), request(2, samples=range(2))
+    stopped, kept, waiting = (
+        request(slot, samples=range(samples), prompt=prompt_of(prompt, slot)) for slot, samples in enumerate((3, 2, 2))
+    )
     for each in (stopped, kept, waiting):
         decoder.submit(each)
     for _ in range(5):

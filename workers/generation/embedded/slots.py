@@ -639,6 +639,7 @@ class SlotDecoder:
                 found.append(begun.progress(start))
         return found
 
+    @torch.inference_mode()
     def abort(self, keys: Collection[tuple[GroupId, int]]) -> list[Result]:
         """Stop these (group, attempt)s: samples that have begun come out with what they have, others as a failure."""
         self._kept.drop(keys)
