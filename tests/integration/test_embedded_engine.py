@@ -1,6 +1,7 @@
 """The embedded engine as its worker sees it: a thread, a real model directory, asyncio around it."""
 
 import asyncio
+import gc
 import json
 import threading
 
@@ -154,7 +155,9 @@ async def test_an_impossible_request_comes_out_as_a_failure_and_the_rest_goes_on
     assert completion.group_id == "0/1"
 
 
-async def test_a_crash_of_the_thread_surfaces_from_every_wait(engine, monkeypatch):
+async def test_a_crash_of_the_thread_surfaces_from_every_wait_and_nowhere_else(engine, monkeypatch):
+    elsewhere = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: elsewhere.append(context))
     await engine.start()
 
     def explode(self):
@@ -169,6 +172,10 @@ async def test_a_crash_of_the_thread_surfaces_from_every_wait(engine, monkeypatc
             await engine.abort([(GroupId("0/0"), 0)])
         with pytest.raises(EngineCrashedError):
             await engine.load_weights(V1, {})
+        await engine.close()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert elsewhere == []
 
 
 async def test_close_ends_the_thread_in_the_middle_of_work(engine):

@@ -292,9 +292,11 @@ class EmbeddedEngine:
         self._inbox.put(None)
         self._executor.shutdown(wait=False)
         if self._work is not None:
-            _, pending = await asyncio.wait({asyncio.wrap_future(self._work)}, timeout=CLOSE_TIMEOUT_S)
-            if pending:
-                raise EngineHungError(f"the engine's thread did not end within {CLOSE_TIMEOUT_S:.0f} s")
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):  # what ended it has been said to whoever waited for it
+                    await asyncio.gather(asyncio.wrap_future(self._work), return_exceptions=True)
+            except TimeoutError:
+                raise EngineHungError(f"the engine's thread did not end within {CLOSE_TIMEOUT_S:.0f} s") from None
         self._executor.shutdown(wait=True)  # the thread has nothing left to do but to end
 
     async def _call(self, command: _Command) -> None:
