@@ -364,7 +364,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     board = StatusBoard(clock, go_on=go_on)
 
     def observe(event: Event, commands: Sequence[Command], now_s: float) -> None:
-        watchdog.observe(event)
+        watchdog.observe(event, commands)
         metrics.observe(event, commands, now_s)
         history.observe(event, now_s)
         board.observe(event, now_s)
@@ -453,6 +453,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     journal.close()
     if ended.failure:
         raise RunFailedError(ended.failure)
+    if ended.finished:
+        watchdog.check_groups()  # those since its last look
     return ended.finished
 
 

@@ -2,7 +2,8 @@
 
     progress ──► still for warn_s ──► log, status (``blocked``), terminal: stage, what it waits for, since when, who
                  still for stall_s ──► StalledError: exit code 3, everything kept for --resume
-    rewards that fail for most groups ──► RunFailedError: training on the rest would be called a success
+    most groups get no rewards: these fail, or their samples cannot be generated
+                 ──► RunFailedError: training on the rest would be called a success
 
 Owns: when something last progressed. Never: what to do about a slow worker (the core has deadlines for that), or what
 the run waits for (``core/view.py``). Invariant: what can repeat for ever while nothing gets done is
@@ -12,7 +13,7 @@ no progress.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -21,7 +22,7 @@ import structlog
 from orchestrator.core.model.pipeline import Wait
 from orchestrator.errors import RunFailedError, StalledError
 from transport.contracts import messages
-from transport.contracts.messages import Event
+from transport.contracts.messages import Command, Event
 from transport.contracts.settings import LivenessSettings
 from transport.contracts.types import GroupId
 from transport.process.clock import Clock
@@ -29,7 +30,7 @@ from transport.process.clock import Clock
 log = structlog.get_logger(__name__)
 
 SCORED_GROUPS, MIN_FAILED_GROUPS = 32, 8
-"""Rewards are judged by the last SCORED_GROUPS groups; sooner only where all of the first MIN_FAILED_GROUPS failed."""
+"""A run is judged by its last SCORED_GROUPS groups; sooner only where all of the first MIN_FAILED_GROUPS failed."""
 NO_PROGRESS = (
     messages.Tick,
     messages.BrokerUsage,
@@ -65,9 +66,9 @@ def shown_wait(wait: Wait | None, now_s: float) -> dict[str, Any] | None:
 
 class Watchdog:
     def __init__(self, liveness: LivenessSettings, clock: Clock, *, max_failed_share: float = 1.0) -> None:
-        """max_failed_share: share of the last groups without a reward that ends the run; 1: never."""
+        """max_failed_share: share of the last groups without rewards that ends the run; 1: never."""
         self._max_failed_share = max_failed_share
-        self._judged: dict[GroupId, str] = {}  # of the last groups, why: "" for one that has its rewards
+        self._judged: dict[GroupId, str] = {}  # of the last groups, why they have no rewards, or ""
         self._liveness = liveness
         self._clock = clock
         self._progress_s = clock.now_s()
@@ -76,11 +77,14 @@ class Watchdog:
         self.pending: Mapping[str, str] = {}
         """Processes that an engine has not started yet, and its reason: often why nothing progresses."""
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: Event, commands: Sequence[Command] = ()) -> None:
+        """commands: what was decided on ``event``."""
         if isinstance(event, messages.GroupScored | messages.ScoringFailed):  # of one that failed, many: it counts once
-            self._judged[event.group_id] = event.reason if isinstance(event, messages.ScoringFailed) else ""
-            for group_id in list(self._judged)[:-SCORED_GROUPS]:
-                del self._judged[group_id]
+            self._judge(event.group_id, event.reason if isinstance(event, messages.ScoringFailed) else "")
+        for command in commands:
+            if isinstance(command, messages.SlotOutcome) and command.outcome == "dead":
+                self._judge(command.group_id, command.reason)
+                log.warning("a group is dead", group=command.group_id, reason=command.reason)
         if self._is_progress(event):
             self._progress_s = self._clock.now_s()
             self._warned_of = None
@@ -96,9 +100,9 @@ class Watchdog:
     def check(self, state: Waiting) -> None:
         """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.
 
-        A pause is no stall, nor is a service without a request. Raises RunFailedError for failing rewards.
+        A pause is no stall, nor is a service without a request. Raises RunFailedError for groups without rewards.
         """
-        self._check_rewards()
+        self.check_groups()
         still_s = self._still_s()
         if still_s < min(self._liveness.warn_s, self._liveness.stall_s):
             return  # what it waits for takes a look at every group
@@ -121,15 +125,20 @@ class Watchdog:
         waiting = ", ".join(f"{name} ({reason})" for name, reason in self.pending.items())
         return f"; not started yet: {waiting}" if waiting else ""
 
-    def _check_rewards(self) -> None:
-        """When most groups have no reward, the rest is a biased sample of what the policy does."""
+    def _judge(self, group_id: GroupId, failed: str) -> None:
+        self._judged[group_id] = failed
+        for former in list(self._judged)[:-SCORED_GROUPS]:
+            del self._judged[former]
+
+    def check_groups(self) -> None:
+        """When most groups have no rewards, the rest is a biased sample of what the policy does: RunFailedError."""
         failed = [reason for reason in self._judged.values() if reason]
         if len(failed) < MIN_FAILED_GROUPS or self._max_failed_share == 1.0:
             return
         if len(failed) == len(self._judged) or len(failed) >= self._max_failed_share * SCORED_GROUPS:
             raise RunFailedError(
-                f"rewards failed for {len(failed)} of the last {len(self._judged)} groups "
-                f"(scoring.max_failed_share is {self._max_failed_share:g}), last: {failed[-1]}"
+                f"{len(failed)} of the last {len(self._judged)} groups have no rewards "
+                f"(scoring.max_failed_share is {self._max_failed_share:g}), the last one because of: {failed[-1]}"
             )
 
     async def watch(self, state: Waiting) -> None:

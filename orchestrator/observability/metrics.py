@@ -337,7 +337,10 @@ def no_gradient_line(line: Mapping[str, Any]) -> str:
     """Why a trained batch taught nothing, and what to do; "" where it taught something."""
     if not taught_nothing(line):
         return ""
-    if not line.get("groups_trained"):
+    dead = line.get("groups_dead", 0)
+    if not line.get("groups_trained") and dead:
+        why = f"none of its groups was left, and {dead} are dead; logs/orchestrator.log says why"
+    elif not line.get("groups_trained"):
         why = "all of its groups were dropped; ask problems that the model solves now and then, or a larger group_size"
     elif line.get("no_signal") == 1.0:
         why = (

@@ -39,7 +39,8 @@ def test_killed_environments_and_workers_cost_no_episode_and_give_no_zero(tmp_pa
         assert all(row["reward"] > 0 for row in rows)
 
 
-def test_an_environment_that_always_raises_ends_slots_with_its_reason(tmp_path: Path):
+@pytest.mark.parametrize("ends", [True, False], ids=["the run ends", "the run may go on"])
+def test_an_environment_that_always_raises_ends_slots_with_its_reason(tmp_path: Path, ends: bool):
     """Every group is generated again until its attempts are used up, and then dead; nothing is trained in its place."""
     told = (
         "environment.name=tests.fakes.environments:AsTold",
@@ -49,9 +50,15 @@ def test_an_environment_that_always_raises_ends_slots_with_its_reason(tmp_path: 
         "pipeline.max_attempts=2",
         "pipeline.max_refills=1",
     )
+    told += (f"scoring.max_failed_share={0.5 if ends else 1}",)
     with LiveRun(tmp_path, *QUICK, *EMULATED, *told, "run.batches=2", "emulated.time_scale=0.05") as run:
-        assert run.wait_for_end() == 0, run.describe()
+        assert run.wait_for_end() == ends, run.describe()
+        why = "groups have no rewards (scoring.max_failed_share is 0.5), the last one because of: the environment"
+        assert (why in run.output) == ends, run.output
+        assert "'no such thing'" in (run.run_dir / "logs" / "orchestrator.log").read_text()
         journal = b"".join(path.read_bytes() for path in (run.run_dir / "journal").glob("segment-*"))
         assert b"the environment raised KeyError: 'no such thing' (turn 1, 2 attempts)" in journal
-        assert [line["samples_trained"] for line in run.metrics()] == [0, 0]
-        assert sum(line["groups_dead"] for line in run.metrics()) >= 8
+        assert not any(line["samples_trained"] for line in run.metrics())
+        if not ends:
+            assert [line["batch"] for line in run.metrics()] == [0, 1]
+            assert sum(line["groups_dead"] for line in run.metrics()) >= 8

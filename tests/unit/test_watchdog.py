@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import structlog
 
@@ -12,9 +14,11 @@ from tests.fakes.manual_clock import ManualClock
 from transport.contracts.messages import (
     Event,
     GroupScored,
+    RolloutFailed,
     RoundDone,
     RowsMissing,
     ScoringFailed,
+    SlotOutcome,
     Tick,
     TrainerReady,
     WeightsLoaded,
@@ -22,7 +26,7 @@ from transport.contracts.messages import (
     WorkerLost,
 )
 from transport.contracts.settings import LivenessSettings
-from transport.contracts.types import RowId, WeightIdentity, WorkerId, WorkerKind, group_id
+from transport.contracts.types import PromptId, RowId, WeightIdentity, WorkerId, WorkerKind, group_id
 
 PROGRESS = RoundDone(round_id="1-0", num_rows=1, num_tokens=1, busy_s=0.1)
 LIMITS = LivenessSettings(warn_s=4.0, stall_s=10.0)
@@ -134,7 +138,7 @@ def test_rewards_that_fail_for_most_groups_end_the_run_by_name():
         watchdog.check(Waiting())
     for number in range(16, 30):
         watchdog.observe(ScoringFailed(group_id=group_id(0, number), reason="reward of 0: NoneType, not a number"))
-    with pytest.raises(RunFailedError, match=r"rewards failed for 18 of the last 30 groups.*NoneType, not a number"):
+    with pytest.raises(RunFailedError, match=r"18 of the last 30 groups have no rewards.*NoneType, not a number"):
         watchdog.check(Waiting())
 
 
@@ -154,6 +158,26 @@ def test_a_group_of_which_all_samples_fail_counts_once_and_all_of_few_are_enough
         watchdog.observe(ScoringFailed(group_id=group_id(0, number), reason="cannot judge"))
     with pytest.raises(RunFailedError, match="8 of the last 8 groups"):
         watchdog.check(Waiting())
+
+
+def test_groups_that_die_before_they_are_scored_end_the_run_too_and_those_that_come_to_life_do_not():
+    watchdog = Watchdog(LIMITS, ManualClock(), max_failed_share=0.5)
+
+    def tell(number: int, outcome: Literal["filtered", "dead"]) -> None:
+        group, reason = group_id(0, number), "the environment raised KeyError, attempt 3"
+        failed = RolloutFailed(group_id=group, worker_id=WorkerId("generate-0.1"), samples=(0,), reason=reason)
+        ended = SlotOutcome(group_id=group, prompt_id=PromptId("0"), outcome=outcome, reason=reason)
+        watchdog.observe(failed)
+        watchdog.observe(failed, [ended])
+
+    for number in range(12):
+        tell(number, "filtered")
+    for number in range(12, 19):
+        tell(number, "dead")
+    watchdog.check_groups()
+    tell(19, "dead")
+    with pytest.raises(RunFailedError, match=r"8 of the last 8 groups.*because of: the environment raised KeyError"):
+        watchdog.check_groups()
 
 
 def test_what_an_engine_has_not_started_is_named_with_its_reason():

@@ -293,7 +293,7 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
     reward_model: str = ""  # a model.path of a sequence classifier of one number, which is the reward; empty: none
     device: ScoringDevice = ""  # of reward model and reference model; empty: trainer.device
-    max_failed_share: Share = 0.5  # share of the last 32 groups: once rewards fail for so many, the run ends; 1: never
+    max_failed_share: Share = 0.5  # of the last 32 groups without rewards, for any reason: the run ends; 1: never
     executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
     jail: Literal["auto", "off"] = "auto"  # off: reward needs the network, a GPU or files of elsewhere
     offload: Literal["none", "reference"] = "none"  # reference: its layers stay in host memory, and come one by one
