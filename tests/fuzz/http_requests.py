@@ -210,4 +210,4 @@ def _request(random: Random, method: str, path: str, body: bytes) -> bytes:
     return "\r\n".join([*head, "", ""]).encode(errors="replace") + body
 
 
-TARGET = Target(name="http", make=make, opened=_opened, num_inputs=150)
+TARGET = Target(name="http", make=make, opened=_opened, num_inputs=75)
