@@ -312,8 +312,7 @@ def as_toml(settings: Mapping[str, Mapping[str, object]], split: Split) -> str:
     """The file for ``run --config``."""
     lines = [
         f"# {split.generation_gpus}x{split.generation.place} generate, {split.training_gpus}x{split.training.place} "
-        "train; `run` starts every process on this machine",
-        "# with all of its GPUs in sight: who gets which is said by starting the workers (docs/planning.md).",
+        "train; `run --dry-run` ends with who gets which (docs/planning.md)",
     ]
     for section, values in settings.items():
         lines += ["", f"[{section}]", *(f"{name} = {to_toml(value)}" for name, value in values.items())]

@@ -124,6 +124,8 @@ def simulate(
         sizes = {"batch": batch, "group_size": group_size, "batches": iterations, "prompt_tokens": prompt_tokens}
         groups = representative(read, recall=known, seed=seed, **sizes)
     cost = one_of("--algorithm", algorithm, get_args(Algorithm))
+    if draft_depth and not drafts:
+        raise ConfigError("nothing is drafted without --drafts, the share that is accepted", where="--draft-depth")
     workload = Workload(llm=llm, lengths=groups, batch=batch, group_size=group_size, algorithm=cost)
     try:
         pools = _pools(generate, train, measured)
@@ -133,7 +135,7 @@ def simulate(
             slots=slots or slots_of(layout.generation_gpu),
             micro_batch_tokens=micro_batch_tokens or micro_batch_tokens_of(layout.training_gpu),
             drafts=drafts,
-            draft_depth=draft_depth if drafts else 0,
+            draft_depth=draft_depth,
         )
         chosen = dispatch or default_dispatch(
             max_staleness=settings.max_staleness, update=settings.update, num_workers=layout.instances

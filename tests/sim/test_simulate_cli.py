@@ -75,6 +75,7 @@ def test_colocated_gpus_work_in_turn(lengths):
         (["--tensor-parallel", "3", "--generate", "6xH800"], ConfigError, "do not split 3 ways"),
         (["--pipeline", "x"], ConfigError, "not one of serial"),
         (["--dispatch", "x"], ConfigError, "not one of even"),
+        (["--draft-depth", "2"], ConfigError, "--draft-depth: nothing is drafted without --drafts"),
         (["--lengths", "/does/not/exist"], DataError, "cannot be read"),
     ],
 )

@@ -488,6 +488,17 @@ async def test_what_is_refused_is_named_in_openais_form(
         assert served.inner.requests == []
 
 
+async def test_a_mistyped_reward_is_refused_and_the_session_goes_on(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer()
+        assert (await served.run.post("/sessions", json={"waits": 1})).status_code == 400
+        work = await served.lease()
+        for call in ("reward", "end", "fail"):
+            mistyped = await served.run.post(f"/sessions/{work['id']}/{call}", json={"rewrd": 1})
+            assert (mistyped.status_code, "rewrd" in mistyped.text) == (400, True)
+        assert (await served.run.get(f"/sessions/{work['id']}")).status_code == 200
+
+
 async def test_half_a_request_and_unknown_keys_are_answered(tmp_path: Path) -> None:
     async with endpoint(tmp_path) as served:
         half = await served.run.post("/chat/completions", content=b'{"model": "tiny", "mess')

@@ -239,6 +239,8 @@ async def test_an_episode_that_was_stopped_before_the_first_turn_of_a_branch_has
     [
         (({"anew": "go on"}, False, None), Observed(messages=(Message(role="tool", content="go on"),), anew=True)),
         (({"anew": None}, False, 1), Observed(anew=True, reward=1.0)),
+        (({"anew": None}, np.bool_(True), np.float32(0.5)), Observed(anew=True, done=True, reward=0.5)),
+        (({"anew": None}, np.ones(2, bool), 1), "ndarray for done"),
         (({"anew": "a", "b": "c"}, False, None), "neither a text nor a list"),
         (({"anew": {"anew": "a"}}, False, None), "neither a text nor a list"),
         (({}, False, None), "neither a text nor a list"),

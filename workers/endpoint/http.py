@@ -72,7 +72,7 @@ CODES = {401: "invalid_api_key", 408: "timeout", 413: "request_too_large", 404: 
 T = TypeVar("T")
 
 
-class Lease(Struct, frozen=True, kw_only=True):
+class Lease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /v1/sessions``. group: only a sample of this one will do.  prompt: the agent's own, for a sample
     of its group.  wait_s: instead of endpoint.wait_s.
     """
@@ -82,17 +82,17 @@ class Lease(Struct, frozen=True, kw_only=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
 
 
-class Ending(Struct, frozen=True, kw_only=True):
+class Ending(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``end``. reward: as with ``reward``; without one, the run's reward function scores the sample."""
 
     reward: Finite | None = None
 
 
-class RewardBody(Struct, frozen=True, kw_only=True):
+class RewardBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reward: Finite
 
 
-class Failure(Struct, frozen=True, kw_only=True):
+class Failure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
 
 

@@ -155,6 +155,8 @@ def read_step(returned: object) -> Observed:
     if len(parts) != 3:
         raise GarbageError(f"step returned {type(returned).__name__}, not (observation, done, reward)")
     said, done, reward = parts
+    if getattr(done, "dtype", None) == "bool" and getattr(done, "shape", None) == ():
+        done = bool(done)  # of NumPy, as gymnasium's environments say it
     if not isinstance(done, bool):
         raise GarbageError(f"step said {type(done).__name__} for done, not true or false")
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, Real)):

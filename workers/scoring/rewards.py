@@ -296,7 +296,8 @@ class UserReward:
             entries=[dict(entry) for _, _, entry in samples],
         )
         if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(samples):
-            raise RewardError(f"the reward function returned {result!r:.60} for {len(samples)} responses, not a list")
+            wanted = f"for {len(samples)} responses, not a list of as many"
+            raise RewardError(f"the reward function returned {result!r:.60} {wanted}")
         rewards: list[Reward | RewardError] = []
         for one in cast("Sequence[object]", result):
             try:
