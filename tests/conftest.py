@@ -7,7 +7,6 @@ fixture of a wider scope opened before the test is not the test's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import inspect
 import os
@@ -50,7 +49,6 @@ GRACE_S = 20.0
 settings.register_profile("ours", deadline=None)  # a loaded machine is no failure
 settings.load_profile("ours")
 SHARED_MEMORY = Path("/dev/shm")
-CHILDREN = Path("/proc/thread-self/children")
 SHARES_TESTS = "PYTEST_XDIST_WORKER" in os.environ
 """Whether other processes of this session test at the same time."""
 SEGMENTS_BEFORE = pytest.StashKey[set[str]]()
@@ -151,21 +149,8 @@ def _leaked_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 
 
 def _children() -> set[psutil.Process]:
-    """Our child processes, but for multiprocessing's own helpers, which live as long as the interpreter.
-
-    By the kernel's list of each thread's, where it has one: psutil reads every process of the machine, twice a test.
-    """
-    if not CHILDREN.exists():
-        return {child for child in psutil.Process().children() if not _is_helper(child)}
-    pids: list[int] = []
-    for listed in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended; what it had started is another's now
-            pids += map(int, listed.read_text().split())
-    found: set[psutil.Process] = set()
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.add(psutil.Process(pid))
-    return {child for child in found if not _is_helper(child)}
+    """Our child processes, but for multiprocessing's own helpers, which live as long as the interpreter."""
+    return {child for child in psutil.Process().children() if not _is_helper(child)}
 
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

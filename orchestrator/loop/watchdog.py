@@ -79,12 +79,17 @@ class Watchdog:
 
     def observe(self, event: Event, commands: Sequence[Command] = ()) -> None:
         """commands: what was decided on ``event``."""
-        if isinstance(event, messages.GroupScored | messages.ScoringFailed):  # of one that failed, many: it counts once
-            self._judge(event.group_id, event.reason if isinstance(event, messages.ScoringFailed) else "")
-        for command in commands:
-            if isinstance(command, messages.SlotOutcome) and command.outcome == "dead":
-                self._judge(command.group_id, command.reason)
-                log.warning("a group is dead", group=command.group_id, reason=command.reason)
+        for told in (event, *commands):  # of one group, some: it counts once
+            match told:
+                case messages.GroupScored():
+                    self._judge(told.group_id, "")
+                case messages.ScoringFailed():  # of held-out problems, too, which are no slots
+                    self._judge(told.group_id, told.reason)
+                case messages.SlotOutcome(outcome="dead"):
+                    self._judge(told.group_id, told.reason)
+                    log.warning("a group is dead", group=told.group_id, reason=told.reason)
+                case _:
+                    pass
         if self._is_progress(event):
             self._progress_s = self._clock.now_s()
             self._warned_of = None

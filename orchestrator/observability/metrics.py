@@ -337,11 +337,12 @@ def no_gradient_line(line: Mapping[str, Any]) -> str:
     """Why a trained batch taught nothing, and what to do; "" where it taught something."""
     if not taught_nothing(line):
         return ""
-    dead = line.get("groups_dead", 0)
-    if not line.get("groups_trained") and dead:
-        why = f"none of its groups was left, and {dead} are dead; logs/orchestrator.log says why"
-    elif not line.get("groups_trained"):
-        why = "all of its groups were dropped; ask problems that the model solves now and then, or a larger group_size"
+    if not line.get("groups_trained"):
+        dead = line.get("groups_dead", 0)
+        dropped = (
+            "all of its groups were dropped; ask problems that the model solves now and then, or a larger group_size"
+        )
+        why = f"none of its groups was left, {dead} are dead; logs/orchestrator.log says why" if dead else dropped
     elif line.get("no_signal") == 1.0:
         why = (
             "the rewards within each of its groups are equal; set pipeline.drop_no_signal=true to replace such groups, "

@@ -73,7 +73,8 @@ def check_journal(run: LiveRun) -> None:
         assert lost[worker_id].startswith("drained: training is slower")
         assert [event.worker_id for event in events if isinstance(event, WorkerJoined)].count(worker_id) == 1
         assert not unfinished(history, worker_id, seq)
-    assert any([is_served(history, WorkerId(f"{event.name}.1")) for event in started]), "none of them ever served"
+    serves = [serves_before_its_groups(history, WorkerId(f"{event.name}.1")) for event in started]
+    assert any(serves), "none of them ever served"
 
 
 def unfinished(history: list, worker_id: WorkerId, seq: int) -> set[str]:
@@ -93,8 +94,8 @@ def unfinished(history: list, worker_id: WorkerId, seq: int) -> set[str]:
     return {group_id for group_id, left in missing.items() if left}
 
 
-def is_served(history: list, worker_id: WorkerId) -> bool:
-    """Whether it loaded weights, as one that came just before the end need not. It is given no group before."""
+def serves_before_its_groups(history: list, worker_id: WorkerId) -> bool:
+    """Whether it loaded weights, as one that came just before the end need not; without them it is given no group."""
     loaded = False
     for record, commands in history:
         loaded = loaded or (isinstance(record.event, WeightsLoaded) and record.event.worker_id == worker_id)
