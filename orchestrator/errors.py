@@ -19,6 +19,7 @@ StreamError (transport.errors)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -142,6 +143,17 @@ def writing_out(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}", where="--out") from error
+
+
+def check_out(path: Path) -> None:
+    """For work that takes long before it writes. Raises ConfigError: there is no directory to write ``path`` to."""
+    with writing_out(path):
+        if not path.parent.is_dir():
+            raise NotADirectoryError(0, f"{path.parent} is no directory")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(0, f"{path.parent} is not yours to write to")
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a directory")
 
 
 def printable(text: str) -> str:

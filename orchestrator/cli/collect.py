@@ -15,7 +15,7 @@ import contextlib
 import math
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.config.schema import keys_of, to_toml, value_of
 from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode, writing_out
 from orchestrator.launch.checks import check_inputs, check_workers, prepare_model
 from orchestrator.launch.processes import last_words
@@ -36,6 +37,15 @@ from transport.process.programs import ending_with_this_process, python_module
 
 SAID_EVERY_S = 10.0
 MAX_LINE_BYTES = 16 * 1024**2
+DECIDE_ANSWERS = (
+    *("data.system", "data.suffix", "data.chat_template", "generation.stop"),
+    *keys_of("sampling"),
+    *(f"environment.{key}" for key in ("name", "path", "params", "max_turns", "max_turn_tokens")),
+)
+DECIDE_REWARDS = tuple(
+    f"scoring.{key}" for key in ("reward", "reward_path", "reward_model", "well_formed_reward", "answer_marker")
+)
+"""Settings under which all lines of a file were collected; of a prompt itself its text is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Kept:
                 row = {"prompt": question, "answer": entry["answer"], "id": prompt.prompt_id}
                 yield msgspec.json.encode(row | {"response": one.response, "reward": one.reward}) + b"\n"
 
-    def forget_all_but(self, known: set[str]) -> None:
+    def forget_all_but(self, known: Collection[str]) -> None:
         """Rows of prompts whose line was not written any more. Raises ConfigError: lines were collected without it."""
         rows = [row for _, row in read_rows(self.path)] if self.path.exists() else []
         if known and not self.path.exists():
@@ -76,19 +86,33 @@ def main(
         raise ConfigError(
             "--answers keeps responses of one turn, and these talk to an environment", key="environment.name"
         )
-    known = _collected(out, settings.model.path, samples, rewards=rewards)
+    if kept is not None and _same_file(out, kept.path):
+        raise ConfigError(f"--answers {kept.path} is the file of --out: name another, they hold different lines")
+    decided = _decided(settings, rewards=rewards)
+    known = _collected(out, settings.model.path, samples, decided, rewards=rewards)
     problems = check_inputs(settings)
     if not problems:
         raise ConfigError('trainer.engine "none" has no data to collect from', key="trainer.engine")
     with tempfile.TemporaryDirectory(prefix="streamrl-collect-") as logs, writing_out(out):
-        return asyncio.run(_collect(settings, out, samples, prompts, rewards, known, Path(logs), kept))
+        return asyncio.run(_collect(settings, out, samples, prompts, rewards, known, decided, Path(logs), kept))
 
 
-def _collected(out: Path, model: str, samples: int, *, rewards: bool) -> set[str]:
-    """Ids of the prompts that ``out`` has already. Raises DataError where they are of another collection."""
+def _same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
+
+
+def _decided(settings: Settings, *, rewards: bool) -> dict[str, Any]:
+    """What a line says of its settings, as JSON has it."""
+    keys = (*DECIDE_ANSWERS, *(DECIDE_REWARDS if rewards else ()))
+    values = ((key, value_of(settings, key), value_of(Settings(), key)) for key in keys)
+    return msgspec.to_builtins({key: value for key, value, default in values if value != default})
+
+
+def _collected(out: Path, model: str, samples: int, decided: dict[str, Any], *, rewards: bool) -> dict[str, str]:
+    """Id -> text of the prompts that ``out`` has already. Raises DataError where they are of another collection."""
     if not out.exists():
-        return set()
-    found: set[str] = set()
+        return {}
+    found: dict[str, str] = {}
     for number, row in read_rows(out):
         try:
             line = msgspec.convert(row, CollectedPrompt)
@@ -102,7 +126,13 @@ def _collected(out: Path, model: str, samples: int, *, rewards: bool) -> set[str
                 f"--out {out} has {len(line.output_tokens)} answers a prompt of {line.model}, with"
                 f"{'' if line.rewards or line.errors else 'out'} rewards: name another file, or ask for the same"
             )
-        found.add(line.id)
+        for key in {**line.settings, **decided}:
+            before, now = (one.get(key, value_of(Settings(), key)) for one in (line.settings, decided))
+            if before != now:
+                raise DataError(
+                    f"--out {out} was collected with {key} = {to_toml(before)}, not {to_toml(now)}: name another file"
+                )
+        found[line.id] = line.prompt
     return found
 
 
@@ -112,7 +142,8 @@ async def _collect(
     samples: int,
     count: int | None,
     rewards: bool,
-    known: set[str],
+    known: dict[str, str],
+    decided: dict[str, Any],
     logs: Path,
     kept: Kept | None,
 ) -> int:
@@ -123,6 +154,8 @@ async def _collect(
         await check_workers(settings, problems)
     asked = [source.lookup(one.prompt_id) for one in problems if one.prompt_id not in known]
     questions: dict[str, str] = {one.prompt_id: one.question for one in problems}
+    if other := next((one for one in problems if known.get(one.prompt_id, one.question) != one.question), None):
+        raise DataError(f"--out {out} has another prompt as {other.prompt_id} than the data: name another file")
     print(f"{len(asked)} prompts of {len(problems)}, {samples} answers each, to {out}", flush=True)
     job = CollectJob(
         settings=public(settings),
@@ -144,7 +177,7 @@ async def _collect(
             if kept is not None:  # before its line, which says that the prompt is done
                 with kept.path.open("ab") as rows:
                     rows.writelines(kept.rows(prompt_of[PromptId(one.line.id)], one.answers))
-            file.write(msgspec.json.encode(one.line) + b"\n")
+            file.write(msgspec.json.encode(msgspec.structs.replace(one.line, settings=decided)) + b"\n")
             file.flush()
             done.append(one.line)
             if time.monotonic() - said_s >= SAID_EVERY_S:

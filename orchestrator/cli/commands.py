@@ -20,7 +20,7 @@ from orchestrator.cli.rank import rank
 from orchestrator.cli.simulate import simulate
 from orchestrator.config.load import Resolved, check_resume, is_chosen, preset_names, render, resolve
 from orchestrator.config.run_directory import RunDir, newest_name, next_free_name
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, check_out
 from transport.contracts.settings import Settings
 from transport.process.files import check_own
 from transport.process.programs import add_version, with_options
@@ -219,9 +219,8 @@ def collect(
     ] = None,
 ) -> None:
     from orchestrator.cli import collect as collecting
-    from orchestrator.cli.profile import check_place
 
-    check_place(out)
+    check_out(out)
     settings = configuration.resolve(configuration.overrides()).settings
     kept = None if answers is None else collecting.Kept(answers, -math.inf if above is None else above)
     if above is not None and (kept is None or not rewards):

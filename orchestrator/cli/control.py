@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from orchestrator.config.load import parse_override
@@ -31,7 +32,7 @@ from transport.broker.redis_streams import connect
 from transport.contracts.messages import Event
 from transport.contracts.settings import Settings
 from transport.contracts.types import Column, GroupId, RunName
-from transport.errors import BrokerUnavailableError, RunExistsError, TransientError
+from transport.errors import BrokerUnavailableError, DirectoryError, RunExistsError, TransientError
 from transport.process.programs import command
 
 ANSWER_S = 3.0
@@ -57,13 +58,13 @@ MakeEvent = Callable[[Settings, Status], Event]
 
 @asynccontextmanager
 async def open_run(
-    run_dir: Path, broker_url: str | None = None, *, live: bool = False
+    run_dir: Path, broker_url: str | None = None, *, live: bool = False, reads: bool = False
 ) -> AsyncIterator[tuple[RunDir, Settings, Broker]]:
     """The run in ``run_dir`` with the broker that it names, or its embedded one; where that is not alive, it is started
     for as long as we look.
 
     broker_url: see find_run.  live: never start it, because a request to a run that is over would wait in it for the
-    next one.
+    next one.  reads: nothing is written, so a copy of it will do where its disk is full or read-only.
     Raises: what find_run raises.  RunFailedError: the embedded one is not there and shall not be started.
     BrokerUnavailableError.
     """
@@ -80,6 +81,13 @@ async def open_run(
                     await server.start()
                 except RunExistsError:
                     server.attach()
+                except DirectoryError:
+                    if not reads:
+                        raise
+                    copy = Path(stack.enter_context(TemporaryDirectory(prefix="streamrl-broker-")))
+                    server = server.copied(copy / "broker")
+                    stack.push_async_callback(server.stop)
+                    await server.start()
             url, password = server.url, server.password
         try:
             name = RunName(settings.run.name)

@@ -1,6 +1,7 @@
 """``streamrl-orchestrator inspect``: what a run is doing, or did, read from its broker, journal and checkpoints.
 
-Never changes anything, not even a delivery count; the broker of a run that is over is started while we read. Invariant:
+Never changes anything, not even a delivery count; the broker of a run that is over is started while we read, on a copy
+of its data where their disk is full or read-only. Invariant:
 whatever a worker or a model wrote is stripped of control characters before a terminal sees it.
 """
 
@@ -48,7 +49,7 @@ async def _main(run_dir: Path, broker_url: str | None, *, only_audit: bool, foll
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_COLUMNS)
-    async with open_run(run_dir, broker_url) as (rundir, settings, broker):
+    async with open_run(run_dir, broker_url, reads=True) as (rundir, settings, broker):
         if only_audit:
             return _print_audit(console, await audit_run(rundir, settings, broker))
         standing, snapshot = read_standing(rundir.path), await take_snapshot(broker)

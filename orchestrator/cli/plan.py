@@ -19,7 +19,7 @@ import msgspec
 import typer
 
 from orchestrator.config.schema import to_toml
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, check_out, writing_out
 from orchestrator.planning.allocation import MeasuredSplit, Objective, Pool, Split, released
 from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, planned, run_settings
 from orchestrator.planning.profiles import (
@@ -108,6 +108,8 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="File for the plan as settings of a run (`run --config`).")] = None,
     as_json: AsJson = False,
 ) -> None:
+    if out is not None:
+        check_out(out)
     measured = None if profile is None else read_profile(profile)
     fp8 = Fp8(kv=fp8_kv, weights=fp8_weights)
     measured = with_aids(measured, drafts, fp8)
@@ -146,10 +148,8 @@ def plan(
     engine = advice.best.split.generation.gpu.measured and measured and measured.engine
     settings = run_settings(job, advice.best, engine or "sglang", path)
     if out is not None:
-        try:
+        with writing_out(out):
             out.write_text(as_toml(settings, advice.best.split), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{out} cannot be written: {error.strerror}", where="--out") from error
     if as_json:
         record = {**as_record(advice, job, pools, goal, seconds, warnings), "settings": settings}
         typer.echo(msgspec.json.encode(record).decode())

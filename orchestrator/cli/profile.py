@@ -19,7 +19,7 @@ import msgspec
 
 from orchestrator.config.rules import broken_of_fp8
 from orchestrator.config.schema import to_toml
-from orchestrator.errors import ChildFailedError, ConfigError, writing_out
+from orchestrator.errors import ChildFailedError, ConfigError, check_out, writing_out
 from orchestrator.planning.profiles import Errors, Profile, Variant, fit, with_variant
 from transport.contracts.continuous_batching import Measurements
 from transport.contracts.llms import BF16, Fp8
@@ -39,7 +39,7 @@ def main(settings: Settings, out: Path, fp8: Fp8 = BF16) -> int:
 
     Raises ChildFailedError, ConfigError.
     """
-    check_place(out)
+    check_out(out)
     cheaper = in_fp8(settings, fp8) if fp8 else None
     load = MachineLoad()
     profile = msgspec.structs.replace(fit(measure(settings)), fp8=settings.generation.fp8)
@@ -72,15 +72,6 @@ def in_fp8(settings: Settings, fp8: Fp8) -> Settings:
     for keys, reason in broken_of_fp8(found):
         raise ConfigError(reason, key=keys.split()[0])
     return msgspec.structs.replace(found, trainer=untrained)
-
-
-def check_place(path: Path) -> None:
-    """For work that takes minutes before it writes. Raises ConfigError: there is no directory to write ``path`` to."""
-    with writing_out(path):
-        if not path.parent.is_dir():
-            raise NotADirectoryError(0, f"{path.parent} is no directory")
-        if not os.access(path.parent, os.W_OK):
-            raise PermissionError(0, f"{path.parent} is not yours to write to")
 
 
 def measure(settings: Settings) -> Measurements:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from orchestrator.errors import DataError, writing_out
+from orchestrator.errors import DataError, check_out, writing_out
 
 if TYPE_CHECKING:
     from ranker.logs import PromptLengths
@@ -65,6 +65,7 @@ def train(
     from ranker.model import StoredRanker, write_ranker
     from ranker.model import train as fit
 
+    check_out(out)
     with bad_input():
         trained = fit(_samples(log, prompts, model), seed)
         write_ranker(out, StoredRanker(model=trained.model.stored))
@@ -75,6 +76,12 @@ def train(
         f"{trained.score_cpu_s_per_1000:.2f} to score"
     )
     typer.echo(f"written to {out}")
+    if trained.quality.recall_20 <= CHANCE_20:
+        typer.echo(
+            "warning: it finds no more of the longest fifth than chance does: the log has too few prompts, or lengths "
+            "that their texts say nothing about; a run without it orders as well",
+            err=True,
+        )
 
 
 @rank.command(help="Measure on a log: a trained ranker on all of it; without --ranker, fresh ones over several splits.")
@@ -158,6 +165,8 @@ def _load(path: Path) -> TextModel:
     return TextModel(stored.model)
 
 
+CHANCE_20 = 0.2
+"""Recall at 20% of an order that knows nothing."""
 FIGURES = ("recall_20", "recall_10", "recall_5", "kendall_tau", "coverage")
 
 

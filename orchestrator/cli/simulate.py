@@ -33,7 +33,7 @@ from orchestrator.cli.plan import (
 )
 from orchestrator.core.dispatch.compute import Planned
 from orchestrator.core.model.settings import LEAST_LOADED, PULLED, default_dispatch
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, writing_out
 from orchestrator.observability.report.bubbles import Cause
 from orchestrator.observability.report.drawing import write_timeline
 from orchestrator.planning.allocation import Pool
@@ -110,6 +110,9 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
+    if out is not None:  # before what takes long
+        with writing_out(out):
+            out.mkdir(parents=True, exist_ok=True)
     measured = None if profile is None else read_profile(profile)
     fp8 = Fp8(kv=fp8_kv, weights=fp8_weights)
     measured = with_aids(measured, drafts, fp8)
@@ -154,10 +157,6 @@ def simulate(
     ]
     typer.echo(msgspec.json.encode(data).decode() if as_json else _as_text(outcome, layout, data))
     if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{out} cannot be a directory: {error.strerror}", where="--out") from error
         for path in write_timeline(outcome.timeline, f"{llm.name}, {pipeline}, {chosen}", out):
             typer.echo(path, err=as_json)
 

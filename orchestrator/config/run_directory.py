@@ -174,8 +174,9 @@ class RunDir:
         if not there.is_dir():
             raise RunExistsError(f"{there} is a file; choose another --name or --dir")
         if not os.access(there, os.W_OK | os.X_OK):
+            number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
             with writing(there):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+                raise OSError(number, os.strerror(number), str(there))
 
     def discard(self) -> None:
         """Remove what came here since ``claim``: no run began, and its name is free again."""

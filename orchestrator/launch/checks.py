@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,26 @@ def check_inputs(settings: Settings) -> Sequence[Problem]:
         except RankerError as error:
             raise DataError(str(error)) from error
     return problems
+
+
+def remarks(settings: Settings, problems: Iterable[Problem]) -> list[str]:
+    """What is allowed, and hardly meant, a sentence each."""
+    said: list[str] = []
+    warmup, batches = settings.trainer.warmup_batches, settings.run.batches
+    if warmup >= batches and settings.trainer.engine != "none":
+        rate = "the rate never comes to trainer.lr"
+        said.append(f"trainer.warmup_batches = {warmup} is not below run.batches = {batches}: {rate}")
+    counts = Counter(problem.part for problem in problems)
+    shares = {name: part.weight for name, part in settings.data.mix.items()} or {"": 1.0}
+    for name, weight in shares.items():
+        wanted = weight / sum(shares.values()) * settings.pipeline.groups_per_batch
+        if 0 < counts[name] < wanted:
+            where = f"data.mix.{name}" if name else "the data"
+            held = "1 prompt" if counts[name] == 1 else f"{counts[name]} prompts"
+            said.append(
+                f"{where} has {held} to train on, and a batch takes {wanted:.3g} of it: some stand in a batch twice"
+            )
+    return said
 
 
 def _verifies(settings: Settings, data: DataSettings) -> bool:

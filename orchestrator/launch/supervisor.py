@@ -20,7 +20,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,15 @@ from orchestrator.config.load import Resolved, render
 from orchestrator.config.run_directory import RunDir, resume_command
 from orchestrator.config.starts import note_start
 from orchestrator.core.model.settings import chosen_dispatch
-from orchestrator.errors import ChildFailedError, EngineLostError, ExitCode, Interrupted, StalledError, exit_code
+from orchestrator.errors import (
+    ChildFailedError,
+    ConfigError,
+    EngineLostError,
+    ExitCode,
+    Interrupted,
+    StalledError,
+    exit_code,
+)
 from orchestrator.launch.checks import (
     FIRST_ANSWER_S,
     check_cluster,
@@ -40,6 +48,7 @@ from orchestrator.launch.checks import (
     check_workers,
     check_workers_inputs,
     prepare_model,
+    remarks,
 )
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
@@ -60,7 +69,13 @@ from transport.contracts.settings import Settings, public
 from transport.contracts.types import RunName, WorkerKind
 from transport.errors import BrokerUnavailableError, DirectoryError, StreamError, TransientError, first_error
 from transport.process.clock import MonotonicClock
-from transport.process.programs import configure_logs, ending_signals, leave_terminal, shown
+from transport.process.programs import (
+    configure_logs,
+    ending_signals,
+    ignore_ending_signals,
+    leave_terminal,
+    shown,
+)
 from transport.process.secret import secrets_env
 from transport.tensors.shm import segment_directories, sweep_stale
 
@@ -80,9 +95,14 @@ def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     """Run until the last batch is trained. Returns 0, also at once for a finished run that is resumed, whose files stay
     as they are; or raises what ended it (see orchestrator/errors.py).
     """
-    if resume and (said := nothing_left(read_standing(_run_dir(resolved.settings)), resolved.settings)):
-        print(said)
-        return ExitCode.OK
+    if resume:
+        standing, batches = read_standing(_run_dir(resolved.settings)), resolved.settings.run.batches
+        if said := nothing_left(standing, resolved.settings):
+            print(said)
+            return ExitCode.OK
+        if standing.num_batches is not None and batches < standing.trained:
+            problem = f"run.batches = {batches} is below the {standing.trained} batches that are trained"
+            raise ConfigError(f"{problem}: ask for more of them", key="run.batches")
     return asyncio.run(_run(resolved, resume=resume, plain=plain))
 
 
@@ -110,7 +130,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     try:
         configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
         note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
-        supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
+        supervisor = Supervisor(settings, rundir, view, gpus, resume=resume, remarks=remarks(settings, problems))
         try:
             await supervisor.run()
         except StreamError as error:
@@ -119,6 +139,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
                 rundir.discard()  # nothing was trained here: the corrected command may use the name again
             raise
     finally:
+        ignore_ending_signals()  # the end is under way, and its exit code says how the run went
         view.close()
         sweep_stale(*segment_directories(rundir.path))  # of children that had to be killed
         rundir.unlock()
@@ -128,8 +149,17 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
 
 class Supervisor:
     def __init__(
-        self, settings: Settings, rundir: RunDir, view: View, gpus: PlacedGpus | None, *, resume: bool
+        self,
+        settings: Settings,
+        rundir: RunDir,
+        view: View,
+        gpus: PlacedGpus | None,
+        *,
+        resume: bool,
+        remarks: Sequence[str] = (),
     ) -> None:
+        """remarks: what is allowed, and hardly meant."""
+        self._remarks = remarks
         self._settings = settings
         self._rundir = rundir
         self._view = view
@@ -165,6 +195,8 @@ class Supervisor:
                 self._view.note(f"run {run.name} in {shown(self._rundir.path)}: {size}, dispatch {dispatch}")
             for line in self._gpus.lines(workers_of(self._settings)) if self._gpus else ():
                 self._view.note(line)
+            for remark in self._remarks:
+                self._view.note(f"note: {remark}")
             stack.push_async_callback(self._launcher.close)
             await self._until_stopped(self._launcher.open(resume=self._resume))
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
@@ -364,6 +396,11 @@ class Supervisor:
                 )
             case EngineLostError():
                 return EngineLostError(f"{error}: nothing is heard of its workers. Everything is kept; {self._go_on}")
+            case ChildFailedError(code=ExitCode.BAD_CONFIG) if (
+                self._rundir.metrics.exists()
+            ):  # a user's function failed
+                words = f"{self._children.last_words(error.name)}. Once that is mended, {self._go_on}"
+                return ChildFailedError(error.name, error.code, words)
             case _:
                 return error
 

@@ -221,6 +221,7 @@ class Membership:
 
     async def watch(self, inbox: Inbox, expected: Callable[[], Iterable[WorkerId]]) -> None:
         """Put WorkerJoined and WorkerLost into the inbox as leases come and go, forever. expected: the core's."""
+        heard: set[WorkerId] = set()
         while True:
             await self._broker.put_meta(keys.TAKES_WRITES, b"")
             leases = await self._broker.leases()
@@ -230,6 +231,7 @@ class Membership:
             self._decoded = {worker: self._decoded[worker] for worker in leases}
             self.statuses = {worker: status for worker, (_, status) in self._decoded.items() if status is not None}
             counted = set(expected())
+            heard |= self.statuses.keys()
             for status in self._newcomers.poll(counted, self.statuses):
                 log.info("worker joined", worker=status.worker_id, capacity=status.capacity)
                 joined = WorkerJoined(
@@ -242,8 +244,12 @@ class Membership:
                 )
                 await inbox.put(Arrival(joined))
             for worker in self._silence.poll(counted, self.statuses, self._clock.now_s()):
-                log.warning("worker lost", worker=worker)
-                await inbox.put(Arrival(WorkerLost(worker_id=worker, reason="its lease ran out")))
+                if worker in heard:
+                    log.warning("worker lost", worker=worker)
+                    lost = WorkerLost(worker_id=worker, reason="its lease ran out")
+                else:  # the core counts on it from the run's former start, and it ended with that
+                    lost = WorkerLost(worker_id=worker, reason="it is of an earlier start", left=True)
+                await inbox.put(Arrival(lost))
             await asyncio.sleep(0.5)
 
 

@@ -31,6 +31,8 @@ from transport.process.files import read_json, replace
 from transport.process.programs import shown
 
 REPORT = "report.html"
+ROOM_BYTES = 16 * 1024
+"""Of ``ended.json``, from the start."""
 
 
 class State(StrEnum):
@@ -140,9 +142,14 @@ def _how_it_ended(rundir: RunDir, view: PipelineView | None) -> tuple[State, str
 
 @contextmanager
 def noting_end(rundir: RunDir) -> Generator[None]:
-    """Leave word of how the run ends, whichever way the block does; what an earlier end left goes at once."""
+    """Leave word of how the run ends, whichever way the block does; what an earlier end left goes at once.
+
+    Room for it is taken at the start: it may be a full disk that ends the run.
+    """
     path, ended = rundir.ended, Ended(why="", failed=False)
     path.unlink(missing_ok=True)
+    with suppress(OSError):
+        replace(path, b" " * ROOM_BYTES)
     try:
         yield
     except Interrupted as error:
@@ -156,9 +163,14 @@ def noting_end(rundir: RunDir) -> Generator[None]:
         ended = Ended(why=str(cause) or type(cause).__name__, failed=True)
         raise
     finally:
-        with suppress(OSError):  # a full disk must not hide what the run ended by
+        with suppress(OSError):  # whatever is wrong here must not hide what the run ended by
             if rundir.exists():
-                replace(path, msgspec.json.encode(ended))
+                try:
+                    replace(path, msgspec.json.encode(ended))
+                except OSError:
+                    short = msgspec.structs.replace(ended, why=ended.why[: ROOM_BYTES // 16])  # an escape has 6 bytes
+                    with path.open("r+b") as file:
+                        file.write(msgspec.json.encode(short).ljust(ROOM_BYTES))
 
 
 def result_lines(rundir: RunDir) -> list[str]:

@@ -58,9 +58,15 @@ def test_what_is_collected_is_what_rankers_and_parts_read(tmp_path: Path) -> Non
         (("--samples", "2"), "has 3 answers a prompt"),
         (("--samples", "3", "--no-rewards"), "with rewards"),
         (("--samples", "3", "--set", "model.path=random:other"), "name another file"),
+        (("--samples", "3", "--set", "sampling.temperature=0.7"), "sampling.temperature = 1.0, not 0.7"),
+        (("--samples", "3", "--set", "scoring.answer_marker=So:"), 'scoring.answer_marker = "Answer:", not "So:"'),
+        (("--samples", "3", "--answers", "./collected.jsonl"), "is the file of --out"),
     ):
         refused = collect(out, *options)
         assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
+    out.write_text(json.dumps(lines[0] | {"prompt": "as it was before the data changed"}) + "\n")
+    refused = collect(out, "--samples", "3")
+    assert f"has another prompt as {lines[0]['id']} than the data" in refused.stderr, refused.stderr
 
 
 def test_answers_that_were_paid_for_are_rows_to_imitate(tmp_path: Path) -> None:

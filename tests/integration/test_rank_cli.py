@@ -94,7 +94,7 @@ def test_a_bad_ranker_and_a_bad_place_to_write_are_said(log: Path, ranker: Path,
     (tmp_path / "bad.bin").write_bytes(b"\x80\x04\x95pickle")
     with pytest.raises(DataError, match=r"bad\.bin is not a stored ranker"):
         call("score", log, "--ranker", tmp_path / "bad.bin")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         call("train", log, "--out", tmp_path / "no" / "ranker.bin")
     with pytest.raises(ConfigError, match="cannot be written"):
         call("score", log, "--ranker", ranker, "--out", tmp_path / "no" / "scores.jsonl")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.load import FIXED_ON_RESUME, resolve
 from orchestrator.errors import ConfigError, DataError
-from orchestrator.launch.checks import check_inputs
+from orchestrator.launch.checks import check_inputs, remarks
 from orchestrator.prompts.dataset import load_problems
 from orchestrator.prompts.source import MixedSource, held_out, next_part, open_source, trial_rows
 from transport.contracts.settings import Settings
@@ -71,6 +71,24 @@ def test_every_part_has_its_share_to_within_one_prompt_a_part(weights: list[floa
 def test_a_part_that_ended_leaves_its_share_to_the_others():
     assert [next_part([9, 0], [1, 1], [False, True]), next_part([1, 1], [1, 1], [True, True])] == [0, None]
     assert next_part([0, 0], [1, 1]) == 0, "the first named of several"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "words"),
+    [
+        ((7, 1), ("pipeline.groups_per_batch=8",), ["data.mix.b has 1 prompt to train on, and a batch takes 2 of it"]),
+        ((2, 2), ("pipeline.groups_per_batch=8",), ["data.mix.a has 2 prompts to train on, and a batch takes 6"]),
+        ((7, 3), ("pipeline.groups_per_batch=8",), []),
+        ((7, 3), ("trainer.warmup_batches=5", "run.batches=5", "pipeline.groups_per_batch=4"), ["never comes to"]),
+    ],
+)
+def test_what_is_hardly_meant_is_remarked(
+    tmp_path: Path, sizes: tuple[int, int], overrides: list[str], words: list[str]
+):
+    settings = mixed(tmp_path, *overrides, sizes=sizes)
+    said = remarks(settings, check_inputs(settings))
+    assert len(said) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, said, strict=True)), said
 
 
 # --- the source -------------------------------------------------------------------------------------------------------

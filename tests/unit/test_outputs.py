@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import profile
-from orchestrator.cli.profile import check_place
 from orchestrator.config.run_directory import journal_of
-from orchestrator.errors import ConfigError, writing_out
+from orchestrator.errors import ConfigError, check_out, writing_out
 from transport.contracts.settings import Settings
 
 
@@ -18,7 +17,7 @@ def test_a_file_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"--out: .*report\.html cannot be written: No such"), writing_out(path):
         path.write_text("x")
     with writing_out(tmp_path):
-        check_place(tmp_path / "new.json")
+        check_out(tmp_path / "new.json")
 
 
 def test_what_takes_minutes_says_so_before_it_begins(tmp_path: Path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -23,9 +24,11 @@ from orchestrator.journal import Journal
 from orchestrator.launch import app
 from orchestrator.observability.standing import State, nothing_left, noting_end, read_standing
 from tests.fakes.pipeline_world import PipelineWorld
+from tests.fakes.redis_servers import filled, small_disk
 from transport.broker import keys
 from transport.contracts.messages import JournalRecord, PauseRequested, RunResumed, StopRequested
 from transport.contracts.settings import Settings
+from transport.errors import DirectoryError
 
 BATCHES = 2
 
@@ -97,8 +100,39 @@ def test_a_run_that_goes_on_is_live_whatever_an_earlier_end_left(tmp_path: Path)
     rundir.lock()
     assert str(read_standing(rundir.path)) == "live, 0/2 batches"
     with noting_end(rundir):
-        assert not (rundir.path / "ended.json").exists(), "a kill from here on is a crash"
+        before = (rundir.path / "ended.json").read_bytes()
+        assert not before.strip(), "a kill from here on is a crash"
     rundir.unlock()
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+async def test_a_run_on_a_disk_that_takes_nothing_says_why_it_ended_and_can_be_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trouble: str
+):
+    with small_disk(tmp_path / "disk") as disk, ExitStack() as stack:
+        rundir = new_run(disk)
+        train(rundir, resumed=True)
+        async with open_run(rundir.path) as (_, _, broker):
+            await broker.put_meta("settings", b"kept")
+        with suppress(DirectoryError), noting_end(rundir):
+            if trouble == "full":
+                stack.enter_context(filled(disk))
+            raise DirectoryError("cannot write weights: No space left on device" + "\N{SNOWMAN}" * 5000)
+        if trouble == "read-only":
+            await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", str(disk)], check=True)
+            with pytest.raises(DirectoryError, match="Read-only file system; mount it so that it can be written"):
+                rundir.check_free(resume=True)
+        before = files_of(rundir.broker / "aof")
+        standing = read_standing(rundir.path)
+        assert (standing.state, "weights: No space left" in standing.why) == (State.FAILED, True)
+        await asyncio.to_thread(inspect.main, rundir.path, audit=False, follow=False)
+        assert "failed" in capsys.readouterr().out.splitlines()[0]
+        async with open_run(rundir.path, reads=True) as (_, _, broker):
+            assert await broker.get_meta("settings") == b"kept"
+        with pytest.raises(DirectoryError):
+            async with open_run(rundir.path):
+                pass
+        assert files_of(rundir.broker / "aof") == before
 
 
 def files_of(directory: Path) -> dict[Path, tuple[int, bytes]]:

@@ -38,7 +38,16 @@ from transport.errors import (
     StreamError,
     TransientError,
 )
-from transport.process.files import LockedError, check_own, locked, private_directory, read_own, replace, writing
+from transport.process.files import (
+    LockedError,
+    check_own,
+    check_own_tree,
+    locked,
+    private_directory,
+    read_own,
+    replace,
+    writing,
+)
 from transport.process.programs import ending_with_this_process
 from transport.process.secret import is_made
 
@@ -131,6 +140,17 @@ class EmbeddedServer:
             await self.kill()
             raise
         return self.url
+
+    def copied(self, directory: Path) -> EmbeddedServer:
+        """A server that was not started, on a copy in ``directory`` of what lies here: for one who only looks.
+
+        Raises: ForeignError: what lies here is not this user's.  DirectoryError: there is no room for it.
+        """
+        check_own_tree(self._directory, levels=2)
+        with writing(directory):
+            private_directory(directory)
+            shutil.copytree(self._directory / "aof", directory / "aof", symlinks=True)
+        return EmbeddedServer(directory, appendfsync="no", binary=self._binary)
 
     def attach(self) -> None:
         """Learn the password of the live server that another process started here; ``stop`` leaves it alone.

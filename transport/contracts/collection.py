@@ -5,6 +5,8 @@ A line is also one of a log of lengths (``ranker/logs.py`` reads ``id``, ``promp
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from transport.contracts.settings import Settings
@@ -39,6 +41,7 @@ class CollectedPrompt(Struct, frozen=True, kw_only=True):
     """A line of the file. output_tokens: of each answer, in the order in which they ended.
 
     rewards: of those that could be scored, [] where none was asked for.  errors: of the others, why not.
+    settings: key -> value of those that decide what is answered and earned, where they are not the defaults.
     """
 
     id: str
@@ -47,6 +50,7 @@ class CollectedPrompt(Struct, frozen=True, kw_only=True):
     output_tokens: list[int]
     rewards: list[float] = msgspec.field(default_factory=list[float])
     errors: list[str] = msgspec.field(default_factory=list[str])
+    settings: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
 class CollectedAnswer(Struct, frozen=True, kw_only=True):

@@ -35,11 +35,14 @@ def writing(directory: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        advice = (
-            "free some space there, or enlarge the volume"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else f"let user {os.getuid()} write there (a volume: chown -R {os.getuid()}), or choose another directory"
-        )
+        match error.errno:
+            case errno.ENOSPC | errno.EDQUOT:
+                advice = "free some space there, or enlarge the volume"
+            case errno.EROFS:
+                advice = "mount it so that it can be written, or choose another directory"
+            case _:
+                who = os.getuid()
+                advice = f"let user {who} write there (a volume: chown -R {who}), or choose another directory"
         raise DirectoryError(f"cannot write {error.filename or directory}: {error.strerror}; {advice}") from error
 
 

@@ -46,6 +46,14 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return signal.SIGINT, signal.SIGTERM, *hang_up
 
 
+def ignore_ending_signals() -> None:
+    """For what is left of a program that has done its work: it takes moments, and ends with the exit code of that."""
+    loop = asyncio.get_running_loop()
+    for number in ending_signals():
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Endable(Protocol):
     """What of a process ``end_children`` needs: an ``asyncio.subprocess.Process``, or one like it elsewhere."""
 
