@@ -176,9 +176,10 @@ class Pipelined(Experiment):
     def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """max(work / capacity, longest alone) of the slower stage; of both stages where they work in turn."""
         limit = bound(self.workload(seed, iterations), replace(self.laid_out(assumed), slots=100_000), assumed)
+        defers = self.deferred > 0
         if self.layout.colocated:
-            return max(limit.generation_s, limit.longest_s) + limit.training_s
-        return limit.iteration_s(PIPELINES[self.pipeline].max_staleness)
+            return limit.in_turn_s(defers=defers)
+        return limit.iteration_s(PIPELINES[self.pipeline].max_staleness, defers=defers)
 
     def key(self, assumed: Assumptions) -> Hashable:
         prepared = self.scenario(0, 1, assumed)

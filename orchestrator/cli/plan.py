@@ -19,6 +19,7 @@ import msgspec
 import typer
 
 from orchestrator.config.schema import to_toml
+from orchestrator.core.model.settings import LEAST_LOADED, PULLED, CoreSettings
 from orchestrator.errors import ConfigError, check_out, writing_out
 from orchestrator.planning.allocation import MeasuredSplit, Objective, Pool, Split, released
 from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, planned, run_settings
@@ -62,6 +63,17 @@ Drafted = Annotated[
 ]
 SmallCaches = Annotated[bool, typer.Option("--fp8-kv", help="Keys and values of engines in one byte, not two.")]
 SmallWeights = Annotated[bool, typer.Option("--fp8-weights", help="Weights that generate in one byte, not two.")]
+Probes = Annotated[
+    bool, typer.Option("--probes", help="One sample of a group runs first where it pays: pipeline.probes.")
+]
+Deferred = Annotated[
+    int,
+    typer.Option(
+        "--defer",
+        min=0,
+        help="Groups of a batch, its slowest, that the next one trains: pipeline.oversampled_groups (docs/modes.md).",
+    ),
+]
 GBPS = 1e9 / 8
 """Bytes a second of one Gbit/s."""
 NEVER_IDLE = 0.02
@@ -102,6 +114,8 @@ def plan(
     drafts: Drafted = 0.0,
     fp8_kv: SmallCaches = False,
     fp8_weights: SmallWeights = False,
+    probes: Probes = False,
+    defer: Deferred = 0,
     link_gbps: LinkGbps = 80.0,
     seed: Annotated[int, typer.Option(help="Of the order of prompts and of the ranker's errors.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="Simulations at once. [0: one a core]")] = 0,
@@ -129,9 +143,12 @@ def plan(
         link_bytes_per_s=link_gbps * GBPS,
         drafts=drafts,
         fp8=fp8,
+        probes=probes,
+        deferred=defer,
         seed=seed,
         assumed=planned(one_of("--recompute", recompute, get_args(Recompute))),
     )
+    check_tail_aids(job.settings, batch=batch, group_size=group_size)
     goal: Objective = one_of("--minimise", minimise, get_args(Objective))
     started_s = time.monotonic()
     progress = Progress()
@@ -169,6 +186,20 @@ def with_aids(measured: Profile | None, drafts: float, fp8: Fp8) -> Profile | No
     if drafts:
         raise ConfigError("a profile says nothing of drafts: what comes true of them, a run measures", where="--drafts")
     return variant_of(measured, fp8) if fp8 else measured
+
+
+def check_tail_aids(pipeline: CoreSettings, *, batch: int, group_size: int, dispatch: str = "") -> None:
+    """Raises ConfigError where no run has them so. dispatch: that is asked for, "" where none is."""
+    if pipeline.probes and group_size == 1:
+        raise ConfigError("a probe is for the others of its group: it needs --group-size above 1", where="--probes")
+    if pipeline.probes and dispatch not in ("", LEAST_LOADED, PULLED):
+        raise ConfigError(f"{dispatch} plans before a probe has run: {LEAST_LOADED} or {PULLED}", where="--dispatch")
+    if not pipeline.oversampled_groups:
+        return
+    if pipeline.oversampled_groups >= batch:
+        raise ConfigError(f"fewer groups than the {batch} of a batch are left to the next", where="--defer")
+    if pipeline.membership == "rolling":
+        raise ConfigError("a rolling --pipeline moves slow groups to a later batch by itself", where="--defer")
 
 
 def parse_pools(text: str, prices: Mapping[str, float], known: Mapping[str, Gpu] = GPUS) -> list[Pool]:
@@ -283,9 +314,10 @@ def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float, war
         left = f"those with the best bounds; {found.num_cut} more might be better"
     ordered = sorted(tokens for group in job.groups for tokens in group)
     rows = [("plan", best), *((title, other) for title, other in others(advice) if other is not None)]
+    words = in_words(job.pipeline, job.probes, job.deferred)
     freed = ", ".join(f"{count}x{place}" for place, count in released(split, pools).items())
     lines = [
-        f"{job.llm.name} on {', '.join(map(str, pools))}; {job.pipeline}, {job.batch} prompts x {job.group_size}, "
+        f"{job.llm.name} on {', '.join(map(str, pools))}; {words}, {job.batch} prompts x {job.group_size}, "
         f"{job.algorithm}; {len(ordered)} lengths: mean {fmean(ordered):.0f}, P50 {ordered[len(ordered) // 2]}, "
         f"P99 {ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}, longest {ordered[-1]} tokens",
         *(f"note: {note}" for note in (*notes(job, advice.best.split), *warnings)),
@@ -344,7 +376,7 @@ def cost_per_1000(prediction: Prediction, job: Job) -> float:
 
 def bound_line(best: Prediction, job: Job) -> str:
     least = best.bound
-    limit_s = least.iteration_s(job.settings.max_staleness)
+    limit_s = job.limit_s(least)
     return (
         f"no schedule of this split beats {limit_s:.4g} s (generation {least.generation_s:.4g} s, training "
         f"{least.training_s:.4g} s, longest sample alone {least.longest_s:.4g} s): the plan takes "
@@ -380,6 +412,11 @@ def limit(prediction: Prediction) -> str:
     return f"{waits}, its generation {prediction.generation_idle:.1%}"
 
 
+def in_words(pipeline: str, probes: bool, deferred: int) -> str:
+    """A pipeline and the aids of its tail."""
+    return ", ".join([pipeline, *(["probes"] if probes else []), *([f"{deferred} deferred"] if deferred else [])])
+
+
 def notes(job: Job, split: Split) -> list[str]:
     """What about the input makes the answer worth less, and what the engines must be told for it to hold."""
     depth = job.layout(split, job.workload(1)).draft_depth
@@ -402,6 +439,8 @@ def as_record(
         "model": job.llm.name,
         "gpus": [str(pool) for pool in pools],
         "pipeline": job.pipeline,
+        "probes": job.probes,
+        "deferred": job.deferred,
         "minimise": minimise,
         "samples_per_iteration": job.samples,
         "notes": [*notes(job, advice.best.split), *warnings],

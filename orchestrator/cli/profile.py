@@ -70,7 +70,8 @@ def in_fp8(settings: Settings, fp8: Fp8) -> Settings:
     untrained = msgspec.structs.replace(settings.trainer, engine="none")
     found = msgspec.structs.replace(settings, generation=changed)
     for keys, reason in broken_of_fp8(found):
-        raise ConfigError(reason, key=keys.split()[0])
+        key = keys.split()[0]
+        raise ConfigError(f"{key} {reason}", key=key, where=fp8.options.split()[0])
     return msgspec.structs.replace(found, trainer=untrained)
 
 

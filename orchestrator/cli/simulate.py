@@ -17,22 +17,26 @@ from orchestrator.cli.plan import (
     GBPS,
     AsJson,
     Batch,
+    Deferred,
     Drafted,
     GroupSize,
     LinkGbps,
     Pipeline,
+    Probes,
     ProfileFile,
     Recall,
     SmallCaches,
     SmallWeights,
     TokenCost,
+    check_tail_aids,
     chosen_model,
+    in_words,
     one_of,
     parse_pools,
     with_aids,
 )
 from orchestrator.core.dispatch.compute import Planned
-from orchestrator.core.model.settings import LEAST_LOADED, PULLED, default_dispatch
+from orchestrator.core.model.settings import LEAST_LOADED, PULLED, CoreSettings, default_dispatch
 from orchestrator.errors import ConfigError, writing_out
 from orchestrator.observability.report.bubbles import Cause
 from orchestrator.observability.report.drawing import write_timeline
@@ -43,7 +47,7 @@ from orchestrator.sim.costs import GPUS, Algorithm, DoesNotFitError, Gpu, most_r
 from orchestrator.sim.generation import SampleTooLongError
 from orchestrator.sim.lengths import long_tailed, read_lengths, representative
 from orchestrator.sim.llms import LLMS
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, aided, bound
 from orchestrator.sim.simulate import Performance, performance
 from transport.contracts.llms import Fp8
 
@@ -101,6 +105,8 @@ def simulate(
     ] = 0,
     fp8_kv: SmallCaches = False,
     fp8_weights: SmallWeights = False,
+    probes: Probes = False,
+    defer: Deferred = 0,
     link_gbps: LinkGbps = 80.0,
     iterations: Annotated[
         int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
@@ -109,7 +115,8 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="Directory for the timeline as a picture (SVG and PNG).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
+    settings = aided(PIPELINES[one_of("--pipeline", pipeline, PIPELINES)], probes=probes, deferred=defer)
+    check_tail_aids(settings, batch=batch, group_size=group_size, dispatch=dispatch)
     if out is not None:  # before what takes long
         with writing_out(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -141,14 +148,17 @@ def simulate(
             draft_depth=draft_depth,
         )
         chosen = dispatch or default_dispatch(
-            max_staleness=settings.max_staleness, update=settings.update, num_workers=layout.instances
+            max_staleness=settings.max_staleness,
+            update=settings.update,
+            num_workers=layout.instances,
+            probes=probes,
         )
-        outcome = performance(workload, layout, pipeline, dispatch=chosen, iterations=iterations)
+        outcome = performance(workload, layout, settings, dispatch=chosen, iterations=iterations)
     except (DoesNotFitError, SampleTooLongError) as error:
         raise ConfigError(f"{error}; give it more GPUs, or a smaller --model") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    data = _as_data(outcome, layout, workload, pipeline, chosen, iterations)
+    data = _as_data(outcome, layout, workload, pipeline, settings, chosen, iterations)
     alike = lengths is None and group_size > 1
     data["notes"] = [
         *skipped,
@@ -261,11 +271,19 @@ def _notes(profile: Profile, workload: Workload, layout: Layout) -> list[str]:
 
 
 def _as_data(
-    outcome: Performance, layout: Layout, workload: Workload, pipeline: str, dispatch: str, iterations: int
+    outcome: Performance,
+    layout: Layout,
+    workload: Workload,
+    pipeline: str,
+    settings: CoreSettings,
+    dispatch: str,
+    iterations: int,
 ) -> dict[str, Any]:
     return {
         "model": workload.llm.name,
         "pipeline": pipeline,
+        "probes": settings.probes,
+        "deferred": settings.oversampled_groups,
         "dispatch": dispatch,
         "iterations": iterations,
         "generation_gpus": layout.generation_gpus,
@@ -292,8 +310,9 @@ def _as_data(
 
 def _as_text(outcome: Performance, layout: Layout, data: dict[str, Any]) -> str:
     trained_on = "the same" if layout.colocated else f"{layout.training_gpus} {layout.training_gpu.name}"
+    pipeline = in_words(data["pipeline"], data["probes"], data["deferred"])
     lines = [
-        f"{data['model']}, {data['pipeline']}, {data['dispatch']}; {layout.generation_gpus} "
+        f"{data['model']}, {pipeline}, {data['dispatch']}; {layout.generation_gpus} "
         f"{layout.generation_gpu.name} generate ({layout.instances} instances of {layout.tensor_parallel}), "
         f"{trained_on} train ({layout.ranks} ranks)",
         *(f"note: {note}" for note in data["notes"]),

@@ -47,6 +47,7 @@ from orchestrator.sim.scenarios import (
     Bound,
     Layout,
     Workload,
+    aided,
     bound,
     drafting_always,
     planned_cost,
@@ -106,7 +107,7 @@ class Job:
     groups: lengths as read from a file.
 
     link_bytes_per_s: between two sites.  recall: of the ranker, None: it knows every prompt's mean length.
-    drafts, fp8: as in ``Layout``, of whatever generates.
+    drafts, fp8: as in ``Layout``, of whatever generates.  probes, deferred: as in ``aided``.
     """
 
     llm: Llm
@@ -120,18 +121,28 @@ class Job:
     link_bytes_per_s: float = 10e9
     drafts: float = 0.0
     fp8: Fp8 = BF16
+    probes: bool = False
+    deferred: int = 0
     seed: int = 0
     assumed: Assumptions = PLANNED
 
     @property
     def settings(self) -> CoreSettings:
-        return PIPELINES[self.pipeline]
+        return aided(PIPELINES[self.pipeline], probes=self.probes, deferred=self.deferred)
+
+    def limit_s(self, least: Bound) -> float:
+        """Of an iteration that no schedule of its pipeline beats."""
+        settings = self.settings
+        return least.iteration_s(settings.max_staleness, defers=settings.defers)
 
     def dispatch(self, split: Split) -> str:
         """As a run of the split would choose."""
         settings = self.settings
         return default_dispatch(
-            max_staleness=settings.max_staleness, update=settings.update, num_workers=split.instances
+            max_staleness=settings.max_staleness,
+            update=settings.update,
+            num_workers=split.instances,
+            probes=settings.probes,
         )
 
     @property
@@ -217,7 +228,7 @@ def iteration_s(job: Job, window: Window, split: Split) -> float:
 def _steady_s(log: SimulationLog, window: Window, least: Bound, job: Job) -> float:
     """Of the window, and no less than the bound: a window that ends behind a burst of versions, which were generated
     before it began, is shorter than the same number of iterations in the long run."""
-    return max(log.iteration_s(window.warm_up, window.cool_down), least.iteration_s(job.settings.max_staleness))
+    return max(log.iteration_s(window.warm_up, window.cool_down), job.limit_s(least))
 
 
 def predict(job: Job, window: Window, split: Split) -> Prediction:
@@ -399,6 +410,8 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
             "mini_batch_groups": max(1, job.batch // MINI_BATCHES),
             "rollout_batches": core.rollout_batches,
             "membership": core.membership,
+            **({"probes": True} if core.probes else {}),
+            **({"oversampled_groups": job.deferred, "oversampled_tail": "defer"} if core.defers else {}),
             "rollout_timeout_s": float(timeout_s),
         },
         "decode_cost": {name: value for name, value in costs.items() if value and value != inf},
@@ -420,7 +433,7 @@ class Bounds:
 
     def iteration_s(self, split: Split) -> float:
         """What no schedule of the job's pipeline beats."""
-        return bound_of(self._job, self._workload, split).iteration_s(self._job.settings.max_staleness)
+        return self._job.limit_s(bound_of(self._job, self._workload, split))
 
     def stages_s(self, split: Split) -> tuple[float, float]:
         """Each stage by itself: generation with even shares, longest first; training without waiting."""

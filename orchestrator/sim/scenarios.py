@@ -149,6 +149,11 @@ PIPELINES: dict[str, CoreSettings] = {
 colocated baseline is "serial" on a colocated layout."""
 
 
+def aided(pipeline: CoreSettings, *, probes: bool = False, deferred: int = 0) -> CoreSettings:
+    """``pipeline`` with what shortens its tail: a probe of each group, so many groups deferred to the next batch."""
+    return msgspec.structs.replace(pipeline, probes=probes, oversampled_groups=deferred, oversampled_tail="defer")
+
+
 def scenario(
     workload: Workload,
     layout: Layout,
@@ -261,16 +266,20 @@ class Bound:
     generation_s: all of its work, at the batch at which a token is cheapest, spread evenly over instances that are
     never empty.  training_s: all of its work spread evenly over the ranks, and one step of the optimizer.
     longest_s: bounds only pipelines in which a version waits for its batch; where batches overlap, it may take as many
-    iterations as versions may be behind, and one more.
+    iterations as versions may be behind, and one more; where tails are deferred, another one.
     """
 
     generation_s: float
     training_s: float
     longest_s: float
 
-    def iteration_s(self, max_staleness: int) -> float:
+    def iteration_s(self, max_staleness: int, *, defers: bool = False) -> float:
         """max(work / capacity, longest sample alone) of the slower stage."""
-        return max(self.generation_s, self.training_s, self.longest_s / (max_staleness + 1))
+        return max(self.generation_s, self.training_s, self.longest_s / (max_staleness + 1 + defers))
+
+    def in_turn_s(self, *, defers: bool = False) -> float:
+        """Of stages that have the same GPUs in turn."""
+        return max(self.generation_s, self.longest_s / (1 + defers)) + self.training_s
 
 
 def bound(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) -> Bound:

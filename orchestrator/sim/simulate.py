@@ -10,12 +10,13 @@ from functools import partial
 
 from orchestrator.core.dispatch.compute import compute_plan
 from orchestrator.core.model.outbox import CommandId
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.observability.report.bubbles import Usage, stages, total, usage_by_window
 from orchestrator.observability.report.spans import Timeline, build_timeline
 from orchestrator.sim.costs import ASSUMED, Assumptions
 from orchestrator.sim.engine import Scenario, Simulation, SimulationLog, counted
 from orchestrator.sim.generation import SimulatedPrompts, SimulatedRows, SimulatedSupervisor, start_worker
-from orchestrator.sim.scenarios import PIPELINES, Bound, Layout, Workload, bound, scenario
+from orchestrator.sim.scenarios import Bound, Layout, Workload, bound, scenario
 from orchestrator.sim.training import SimulatedTrainer
 from transport.contracts.messages import Command, ComputePlan
 
@@ -90,18 +91,21 @@ class Performance:
 def performance(
     workload: Workload,
     layout: Layout,
-    pipeline: str,
+    pipeline: CoreSettings,
     *,
     dispatch: str,
     iterations: int,
     assumed: Assumptions = ASSUMED,
 ) -> Performance:
-    """Simulate it. Raises DoesNotFitError, ValueError (what cannot be split so), SampleTooLongError."""
+    """Simulate it. pipeline: one of PIPELINES, or one with aids.
+
+    Raises DoesNotFitError, ValueError (what cannot be split so), SampleTooLongError.
+    """
     log = simulate(
         scenario(
             workload,
             layout,
-            PIPELINES[pipeline],
+            pipeline,
             iterations=iterations,
             assumed=assumed,
             dispatch=dispatch,
@@ -115,11 +119,12 @@ def performance(
     seconds = log.iteration_s(warm_up, cool_down)
     slots = layout.slots if layout.generation_gpu.measured is not None else 100_000
     least = bound(workload, replace(layout, slots=slots), assumed)
-    in_turn_s = max(least.generation_s, least.longest_s) + least.training_s
     return Performance(
         iteration_s=seconds,
         bound=least,
-        bound_s=in_turn_s if layout.colocated else least.iteration_s(PIPELINES[pipeline].max_staleness),
+        bound_s=least.in_turn_s(defers=pipeline.defers)
+        if layout.colocated
+        else least.iteration_s(pipeline.max_staleness, defers=pipeline.defers),
         samples_per_s=workload.batch * workload.group_size / seconds,
         tokens_per_s=log.tokens / iterations / seconds,
         usage={stage: total([usage[track][0] for track in tracks]) for stage, tracks in stages(timeline).items()},

@@ -440,6 +440,30 @@ async def test_the_end_does_not_wait_for_a_client_that_stays(tmp_path: Path):
     writer.close()
 
 
+async def test_half_a_request_at_the_end_is_told_that_it_is_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(server, "CLOSE_S", 0)
+    reading = asyncio.Event()
+
+    async def read(request: Request) -> Response:
+        reading.set()
+        return await count_bytes(request)
+
+    listener = open_listener(ApiSettings(), tmp_path / "api.address")
+    limits = {"/control/set": BodyLimit(1000, 600.0)}
+    app = build_app([Route("/control/set", read, methods=["POST"])], host="127.0.0.1", key=SECRET, body_limits=limits)
+    async with running(app, listener):
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+        writer.write(f"POST /control/set HTTP/1.1\r\nHost: localhost\r\n{KEY}\r\nContent-Length: 10\r\n\r\n{{".encode())
+        await asyncio.wait_for(reading.wait(), 60)
+    said = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    assert said.startswith(b"HTTP/1.1 503 ")
+    assert b"this server has ended meanwhile" in said
+    assert "Traceback" not in caplog.text
+
+
 # --- where it listens
 
 

@@ -77,6 +77,16 @@ def test_a_synchronous_plan_trains_nothing_that_is_old(lengths: Path):
     assert answer["plan"]["iteration_s"] > planned(*GPUS, *MODEL, "--lengths", lengths)["plan"]["iteration_s"]
 
 
+def test_a_plan_with_a_shorter_tail_is_faster_and_its_settings_turn_the_aids_on(lengths: Path, tmp_path: Path):
+    shape = (*GPUS, *MODEL, "--lengths", lengths, "--pipeline", "stream")
+    plain, aided = planned(*shape), planned(*shape, "--defer", 4, "--probes", "--out", tmp_path / "plan.toml")
+    assert (aided["probes"], aided["deferred"], aided["plan"]["oldest_age"]) == (True, 4, 1)
+    assert aided["plan"]["dispatch"] == "pulled"
+    assert aided["plan"]["iteration_s"] < plain["plan"]["iteration_s"]
+    written = tomllib.loads((tmp_path / "plan.toml").read_text())["pipeline"]
+    assert [written[key] for key in ("probes", "oversampled_groups", "oversampled_tail")] == [True, 4, "defer"]
+
+
 def test_there_is_a_runner_up_also_where_bounds_leave_no_doubt(lengths: Path):
     answer = planned(*GPUS, *MODEL, "--lengths", lengths, "--pipeline", "rolling")
     sizes = [(answer[row]["generation_gpus"], answer[row]["training_gpus"]) for row in ("plan", "runner_up")]

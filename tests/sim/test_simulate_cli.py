@@ -62,9 +62,29 @@ def test_colocated_gpus_work_in_turn(lengths):
     assert data["iteration_s"] >= data["bound_training_s"] + data["bound_generation_s"]
 
 
+def test_what_shortens_the_tail_is_simulated_and_named(tmp_path: Path):
+    path = tmp_path / "lengths.jsonl"
+    rows = [{"prompt": f"p{n}", "output_tokens": [60 + 40 * n % 3000, 50 + 40 * n % 3000]} for n in range(64)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = ["--lengths", str(path), "--group-size", "2", "--pipeline", "stream"]
+    plain, deferred = (json.loads(ask(*shape, *aid, "--json")) for aid in ([], ["--defer", "4"]))
+    assert deferred["iteration_s"] < plain["iteration_s"]
+    assert (plain["oldest_token_age"], deferred["oldest_token_age"], deferred["deferred"]) == (0, 1, 4)
+    assert deferred["iteration_s"] >= deferred["bound_s"]
+    assert ask(*shape, "--defer", "4", "--probes").startswith("Qwen2.5-7B, stream, probes, 4 deferred, pulled; ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
+        (["--defer", "32"], ConfigError, "--defer: fewer groups than the 32 of a batch"),
+        (["--defer", "2", "--pipeline", "rolling"], ConfigError, "--defer: a rolling --pipeline"),
+        (["--probes"], ConfigError, "--probes: .* needs --group-size above 1"),
+        (
+            ["--probes", "--group-size", "2", "--dispatch", "scored"],
+            ConfigError,
+            "--dispatch: scored plans before a probe",
+        ),
         (["--model", "nope"], ConfigError, "neither a known model"),
         (["--generate", "5xH800", "--tensor-parallel", "4"], ConfigError, "no whole instances of 4"),
         (["--generate", "0xH800"], ConfigError, "--generate: 0xH800: from 1"),

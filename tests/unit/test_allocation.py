@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from orchestrator.cli.plan import as_toml
 from orchestrator.config.load import resolve
+from orchestrator.core.model.settings import core_settings
 from orchestrator.planning.allocation import (
     MeasuredSplit,
     Pool,
@@ -195,7 +196,11 @@ def drawn(chance: random.Random, **fields) -> Job:
         "recall": chance.choice([None, 0.75]),
         "seed": chance.randrange(9),
     }
-    return Job(**{"groups": tuple(groups), **random_fields, **fields})
+    job = Job(**{"groups": tuple(groups), **random_fields, **fields})
+    can_defer = job.settings.membership == "fixed" and job.batch > 1
+    return replace(
+        job, probes=chance.random() < 0.3, deferred=chance.choice([0, 1, job.batch // 2]) if can_defer else 0
+    )
 
 
 def of_job(job: Job, *pools: Pool) -> list[Split]:
@@ -220,7 +225,7 @@ def test_no_schedule_beats_its_bound(seed):
     split = chance.choice(of_job(job, pool(chance.choice([2, 3, 8]), chance.choice(list(GPUS.values())))))
     window = chance.choice([SHORT, LONG])
     seconds = simulation_of(job, window, split, trace=False).iteration_s(window.warm_up, window.cool_down)
-    least, lag = bound_of(job, job.workload(1), split), job.settings.max_staleness
+    least, lag = bound_of(job, job.workload(1), split), job.settings.max_staleness + job.settings.defers
     counted = window.iterations - window.warm_up - window.cool_down
     ahead = max(0.0, 1 - (lag + 1) / counted) if lag else 1.0
     assert seconds >= ahead * least.generation_s
@@ -254,6 +259,9 @@ def test_every_plan_is_one_that_our_trainer_runs_and_its_settings_are_accepted(l
                 usable = gpu.memory_bytes * USABLE_SHARE
                 assert choose_layout(llm, read.trainer.ranks, usable, training, read.trainer.parallel) == layout
                 assert read.model.path == HUB[llm.name]
+                core = core_settings(read)
+                assert (core.defers, core.probes) == (job.deferred > 0, job.probes)
+                assert core.oversampled_groups == job.deferred
                 accepted += 1
     assert accepted
 

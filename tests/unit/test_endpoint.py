@@ -374,6 +374,10 @@ async def test_an_end_that_is_repeated_seals_nothing_more(tmp_path: Path) -> Non
         for _ in range(2):
             answer = await served.run.post(f"/sessions/{work['id']}/end", headers=own)
             assert answer.json()["sealed"] is True
+        assert (await served.run.post(f"/sessions/{work['id']}/end", headers=own, json={"reward": 2})).is_success
+        other_reward = await served.run.post(f"/sessions/{work['id']}/end", headers=own, json={"reward": 3})
+        assert (other_reward.status_code, other_reward.json()["error"]["param"]) == (409, "reward")
+        assert "its reward is 2" in other_reward.json()["error"]["message"]
         (row,) = await served.results()
         assert isinstance(row, Completion)
         assert row.reward == 2.0

@@ -178,8 +178,12 @@ class Guard:
         if scope["type"] != "http":
             return
 
+        begun = False
+
         async def sending(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 headers = MutableHeaders(scope=message)
                 for name, value in ANSWER_HEADERS.items():
                     headers.setdefault(name, value)
@@ -189,8 +193,12 @@ class Guard:
         refusal = self._refusal(scope, Headers(scope=scope), limit.num_bytes)
         if refusal is not None:
             await refusal(scope, receive, sending)
-        else:
+            return
+        try:
             await self._app(scope, _bounded(receive, limit), sending)
+        except asyncio.CancelledError:  # the listener has ended, and CLOSE_S are over: nobody waits for this task
+            if not begun:
+                await self._refuse(503, "this server has ended meanwhile")(scope, receive, sending)
 
     def _refusal(self, scope: Scope, headers: Headers, limit: int) -> Response | None:
         """The answer to a request that may not pass; None for one that may."""

@@ -315,7 +315,7 @@ class SessionEngine:
         made = session.conversation.transcript(self.trained(session))
         reason = FinishReason.LENGTH if session.outgrown else end.turn.finish_reason
         completion = made.completion(session.request, session.seat.sample, reason, reward=session.reward)
-        ended = End(reason="it was sealed", sealed=True, tokens=len(completion.response_ids))
+        ended = End(reason="it was sealed", sealed=True, tokens=len(completion.response_ids), reward=session.reward)
         self.sessions.close(session, ended)
         self._results.put(completion)
         await self._stop_turns([session])

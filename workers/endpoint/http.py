@@ -52,6 +52,7 @@ from workers.endpoint.messages import (
     CompletionRequest,
     chat_answer,
     decode,
+    refused,
     text_answer,
 )
 from workers.endpoint.sessions import End, OwnPrompt, Session
@@ -362,6 +363,9 @@ class EndpointServer:
         with _answering(response := _Refusal()):
             asked = await _body(request, Ending)
             if (end := self._sealed(request)) is not None:
+                if asked.reward not in (None, end.reward):
+                    earned = "the run's function scores it" if end.reward is None else f"its reward is {end.reward:g}"
+                    raise refused(f"it was sealed before, and {earned}", param="reward", status=409)
                 return answer({"sealed": True, "tokens": end.tokens})
             session = self._named(request)
             if asked.reward is not None:

@@ -78,11 +78,12 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a session ended. sealed: as a sample, with so many tokens."""
+    """How a session ended. sealed: as a sample, with so many tokens and the reward that was reported, if one was."""
 
     reason: str
     sealed: bool
     tokens: int = 0
+    reward: float | None = None
 
 
 class Sessions:

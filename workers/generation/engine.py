@@ -336,6 +336,7 @@ class ResultQueue:
 
     def __init__(self) -> None:
         self.serving: asyncio.Future[None] | None = None
+        self._told: BaseException | None = None  # what ended it, once the log has that
         self._ready: list[Result] = []
         self._has_ready = asyncio.Event()
 
@@ -363,7 +364,8 @@ class ResultQueue:
             if not waiting.done():
                 cause = None if self.serving.cancelled() else self.serving.exception()
                 why = "the engine was closed" if cause is None else f"the engine ended: {cause!r}"
-                if cause is not None and not isinstance(cause, StreamError):
+                if cause is not None and cause is not self._told and not isinstance(cause, StreamError):
+                    self._told = cause
                     log.error("the engine ended", exc_info=cause)  # a bug: its traceback ends nowhere else
                 raise EngineCrashedError(str(cause) if isinstance(cause, StreamError) else why) from cause
             waiting.result()

@@ -250,23 +250,28 @@ def chosen_dispatch(settings: Settings) -> str:
     pipeline, generation = settings.pipeline, settings.generation
     if pipeline.dispatch != "auto":
         return pipeline.dispatch
-    if pipeline.probes:
-        return LEAST_LOADED if pipeline.max_staleness else PULLED
     return default_dispatch(
         max_staleness=pipeline.max_staleness,
         update=UpdateMode(pipeline.update),
         num_workers=max(generation.num_workers, generation.max_workers),
         ranked=settings.ranker.kind != "none",
+        probes=pipeline.probes,
     )
 
 
-def default_dispatch(*, max_staleness: int, update: UpdateMode, num_workers: int, ranked: bool = True) -> str:
+def default_dispatch(
+    *, max_staleness: int, update: UpdateMode, num_workers: int, ranked: bool = True, probes: bool = False
+) -> str:
     """The policy that "auto" stands for, in `run`, `plan` and `simulate` alike. ranked: lengths are predicted.
+
+    probes: no plan, which would be made before a probe has run.
 
     Plans pay where a batch is waited for. Where batches overlap, a worker with room takes the next group, and with few
     workers a plan that holds groups back loses some; with many that take versions in flight, a plan keeps the longest
     in time. Source: ours, simulated and live (docs/dispatch.md, "The default").
     """
+    if probes:
+        return LEAST_LOADED if max_staleness else PULLED
     if max_staleness == 0:
         return "scored"
     steady = ranked and update not in (UpdateMode.BARRIER, UpdateMode.TOGETHER) and num_workers >= MANY_WORKERS
