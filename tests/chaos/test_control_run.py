@@ -78,4 +78,4 @@ def test_people_hold_change_and_end_a_run(tmp_path: Path):
         late = run.command("pause", where)
         assert late.returncode == 1
         assert "Traceback" not in late.stderr
-        assert run.survivors() == []
+        run.wait_until_gone()

@@ -82,7 +82,7 @@ def test_a_foreign_writer_of_the_orchestrators_streams_is_named(tmp_path: Path, 
         client.close()
         assert run.wait_for_end() == 1
         assert re.search(r"which this run never wrote|rounds log", run.output), run.describe()
-        assert run.survivors() == []
+        run.wait_until_gone()
 
 
 def test_a_second_run_of_a_live_name_is_refused_and_the_first_goes_on(tmp_path: Path):

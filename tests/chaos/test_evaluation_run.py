@@ -45,7 +45,8 @@ def test_a_run_evaluates_while_it_trains_and_trains_none_of_it(tmp_path: Path):
     with LiveRun(tmp_path, *QUICK, "eval.every=2", "eval.budget=0.5") as run:
         check_whole(run)
         lines = check_evaluations(run)
-        assert [line["version"] for line in lines][:2] == [0, 2]
+        assert lines[0]["version"] == 0
+        assert lines[1]["version"] in (2, 3), "of every second version, or the next where an evaluation took longer"
         assert [line["eval_short"] for line in lines][:2] == ["", ""]
         assert {"eval_reward", "eval_seconds", "eval_tokens", "eval_share"} <= lines[0].keys()
         assert f"evaluation of version 0  reward {lines[0]['eval_reward']:.3f}" in run.output

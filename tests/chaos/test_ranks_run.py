@@ -41,13 +41,13 @@ def have_reported(run: LiveRun) -> bool:
 
 
 def test_a_rank_killed_in_its_save_and_one_that_hangs_in_a_round_cost_one_restart_each(tmp_path: Path):
-    with LiveRun(tmp_path, *QUICK, *RANKS, "run.batches=8", faults={"train.shard_written": 2}) as run:
+    with LiveRun(tmp_path, *QUICK, *RANKS, "run.batches=12", faults={"train.shard_written": 2}) as run:
         run.wait_until(lambda: bool(run.died_at()), "death in a save")
         run.wait_for_batch(4)
         run.wait_until(lambda: have_reported(run), "a sign of life of both ranks")
         before = len(epochs(run))
         run.kill("workers", "train", number=signal.SIGSTOP)
-        check_whole(run, batches=8)
+        check_whole(run, batches=12)
         assert (before, len(epochs(run))) == (2, 3)
         assert epochs(run) == [1, 2, 3]
 

@@ -89,7 +89,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_a_report_and_resume_finishes(tmp_pa
         assert run.wait_for_end() == 130
         assert not left_behind.exists(), "the supervisor sweeps after its children"
         assert "--resume --name tiny" in run.output
-        assert run.survivors() == []
+        run.wait_until_gone()
         assert "bubble_trainer_pipeline_s" in run.metrics()[-1]
         assert (run.run_dir / "report.html").exists()
         run.start("--resume", "--name", "tiny")

@@ -45,7 +45,7 @@ def test_a_stall_ends_the_run_with_its_own_code_and_resume_finishes(tmp_path: Pa
         assert run.wait_for_end() == 3, run.describe()
         assert re.search(r"the run stopped, no progress for \d+ s: scoring waits for", run.output)
         assert "run --resume --name tiny" in run.output
-        assert run.survivors() == []
+        run.wait_until_gone()
         run.start("--resume")
         check_whole(run, batches=12)
 

@@ -80,8 +80,7 @@ def test_a_run_outlives_every_container_and_each_row_is_trained_once(stack: Stac
     stack.wait_for_batches(2)
 
     for kind in KINDS:
-        container = stack.signal(kind, "KILL")
-        stack.wait_until(lambda c=container: inspected(c, "{{.RestartCount}}") == "1", f"restart of {kind}")
+        stack.wait_until(stack.signal(kind, "KILL").is_started_again, f"restart of {kind}")
         stack.wait_for_batches(3)
     stack.compose("restart", "broker")  # under load, as an upgrade of the engine does
     stack.wait_for_batches(3)
@@ -145,7 +144,7 @@ def test_prometheus_has_what_the_dashboard_asks_for(images: None, tmp_path: Path
         dashboard = json.loads((ROOT / "compose" / "grafana" / "dashboards" / "streamrl.json").read_text())
         asked = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
         asked -= {"streamrl_blocked_seconds"}  # nothing is blocked
-        stack.wait_until(lambda: all(ask(expression) for expression in asked), "data for every panel", timeout_s=60)
+        stack.wait_until(lambda: all(ask(expression) for expression in asked), "data for every panel")
     finally:
         stack.down()
 
@@ -166,8 +165,7 @@ def test_a_rank_that_hangs_beside_another_is_killed_by_their_health_check(images
     try:
         stack.up()
         stack.wait_until(lambda: stack.trained() >= 1, "first batch")
-        container = stack.signal("trainer", "STOP", rank=1)
-        stack.wait_until(lambda: inspected(container, "{{.RestartCount}}") == "1", "restart", timeout_s=120)
+        stack.wait_until(stack.signal("trainer", "STOP", rank=1).is_started_again, "restart", timeout_s=120)
         stack.wait_for_batches(2)
         stack.signal("trainer", "KILL")
         stack.wait_for_batches(2)

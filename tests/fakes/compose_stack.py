@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transport.process.secret import Purpose, derive
 
@@ -105,19 +105,20 @@ class Stack:
         )
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
-    def signal(self, service: str, name: str, *, rank: int | None = None) -> str:
+    def signal(self, service: str, name: str, *, rank: int | None = None) -> Signalled:
         """Send a signal to every process in one container of ``service``, as another program there would; or to one
         rank of the trainer's.
 
-        Not ``docker kill``: the engine takes that for the wish of a person, and starts nothing again. Returns its id.
+        Not ``docker kill``: the engine takes that for the wish of a person, and starts nothing again.
         """
         container = str(self.containers(service)[0]["ID"])
+        signalled = Signalled(container, restarts_of(container))
         of_rank = f"""for of in /proc/[0-9]*; do
           if [[ $(tr '\\0' ' ' < $of/cmdline) == *" --index {rank} " ]]; then kill -{name} ${{of#/proc/}}; fi
         done"""
         command = ["docker", "exec", container, "bash", "-c", f"kill -{name} -1" if rank is None else of_rank]
         subprocess.run(command, capture_output=True, timeout=60, check=False)  # it dies with the container
-        return container
+        return signalled
 
     def status(self) -> dict[str, Any]:
         """The run's status, empty while nobody answers."""
@@ -143,7 +144,8 @@ class Stack:
         return time.monotonic() - begun_s
 
     def wait_for_batches(self, more: int, *, timeout_s: float = 180.0) -> None:
-        wanted = max(self.trained(), 0) + more
+        self.wait_until(lambda: self.trained() >= 0, "answer of the orchestrator", timeout_s=timeout_s)
+        wanted = self.trained() + more
         self.wait_until(lambda: self.trained() >= wanted, f"batch {wanted}", timeout_s=timeout_s)
 
     def orchestrate(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -157,6 +159,20 @@ class Stack:
         command = ["docker", "compose", *files, "logs", "--no-color", "--tail", "15"]
         environment: Mapping[str, str] = {**os.environ, **self.environment}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60).stdout
+
+
+class Signalled(NamedTuple):
+    """A container that got a signal. restarts: until then."""
+
+    container: str
+    restarts: int
+
+    def is_started_again(self) -> bool:
+        return restarts_of(self.container) > self.restarts
+
+
+def restarts_of(container: str) -> int:
+    return int(inspected(container, "{{.RestartCount}}"))
 
 
 def inspected(thing: str, form: str) -> str:

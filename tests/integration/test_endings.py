@@ -168,7 +168,7 @@ async def test_a_trainer_process_takes_its_weights_back(tmp_path: Path, server: 
             stderr=written,
         )
     try:
-        await run.broker.read(keys.WEIGHTS, "0-0", count=1, wait_s=30.0)
+        assert await run.broker.read(keys.WEIGHTS, "0-0", count=1, wait_s=120.0), log.read_text()
         assert len(segments(process.pid)) == 1
         await run.broker.close()
         if name.startswith("SIG"):

@@ -442,9 +442,9 @@ def test_a_worker_that_waits_for_its_own_source_is_waited_for(trainer, relay, uc
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(pulled, WeightPuller(limit=LIMIT, relay=one), source.manifest)
         assert source.stopped.wait(WAIT_S)
-        puller = WeightPuller(limit=TimeLimit(8.0, FAST_MB_S), ucx=ucx)
+        puller = WeightPuller(limit=TimeLimit(16.0, FAST_MB_S), ucx=ucx)
         second = threads.submit(pulled, puller, behind(source.manifest, one.address))
-        time.sleep(6)  # of the 8 s it would bear a silent one for 4
+        time.sleep(11)  # of the 16 s it would bear a silent one for 8
         source.opened.set()
         for pull in (first, second):
             assert_right(pull.result(WAIT_S), 1)

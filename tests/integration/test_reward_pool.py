@@ -63,11 +63,11 @@ def told(do: str = "") -> bytes:
         ("exit", "SystemExit"),
         ("exit hard", "ended with 3"),
         ("die", "ended with -9"),
-        ("hang", r"longer than 0\.5 s"),
+        ("hang", r"longer than 3 s"),
     ],
 )
 async def test_a_reward_harms_only_itself(do: str, reason: str, jailed: bool) -> None:
-    async with pool(timeout_s=0.5, jailed=jailed) as rewards:
+    async with pool(timeout_s=3.0 if do == "hang" else 30.0, jailed=jailed) as rewards:
         with pytest.raises(RewardError, match=reason):
             await rewards.score("", "x", told(do))
         assert await rewards.score("", "x", told()) == Reward(value=1.0)
@@ -129,9 +129,9 @@ async def test_a_cancelled_score_leaves_no_answer_for_the_next() -> None:
 
 
 async def test_a_hanging_reward_does_not_stop_the_others() -> None:
-    async with pool(timeout_s=3.0, processes=2) as rewards:
+    async with pool(timeout_s=5.0, processes=2) as rewards:
         hanging = asyncio.create_task(rewards.score("", "x", told("hang")))
-        for _ in range(50):
+        for _ in range(10):
             assert await rewards.score("", "x", told()) == Reward(value=1.0)
         assert not hanging.done()
         with pytest.raises(RewardError, match="longer than"):
@@ -239,7 +239,7 @@ async def test_a_batch_that_returns_another_number_of_results_fails_by_name() ->
 
 
 async def test_one_that_hangs_in_a_batch_is_given_up_alone() -> None:
-    async with pool("hangs_for_some", timeout_s=0.5) as rewards:
+    async with pool("hangs_for_some", timeout_s=3.0) as rewards:
         texts = ["a", "hang", "bb", "dddd"]
         results = await asyncio.gather(
             *(rewards.score("", text, told()) for text in ["first", *texts]), return_exceptions=True

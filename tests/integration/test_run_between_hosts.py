@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,14 +92,23 @@ def run_on(hosts: Sequence[Host], directory: Path) -> Iterator[OnHosts]:
         made.kill()
 
 
+def joined(log: Path) -> int:
+    """Generation workers that the orchestrator counts on."""
+    return sum(said["event"] == "worker joined" and said["worker"].startswith("generate") for said in lines(log))
+
+
 def test_workers_of_another_site_get_versions_from_each_other(tmp_path: Path) -> None:
     with several_hosts(4) as hosts, run_on(hosts, tmp_path) as run:
         size = ("--set", "run.batches=6", "--set", "eval.problems=0")
         serving = run.start(0, "orchestrator", "serve", "--preset", "tiny", *size)
         run.start(0, "workers", "score", "--reward", "workers.scoring.rewards:digit_share")
-        run.start(0, "workers", "train", "--listen", hosts[0].address)
         for index in (1, 2, 3):
             run.start(index, "workers", "generate", "--index", "auto", "--site", "far")
+        deadline_s = time.monotonic() + RUN_S
+        while joined(tmp_path / "0-serve.log") < 3:  # before there is a version that all shall be told of
+            assert time.monotonic() < deadline_s, (tmp_path / "0-serve.log").read_text()[-3000:]
+            time.sleep(0.1)
+        run.start(0, "workers", "train", "--listen", hosts[0].address)
         assert serving.wait(RUN_S) == 0, (tmp_path / "0-serve.log").read_text()[-3000:]
         run.workers_leave()
     planned = [said for said in lines(tmp_path / "0-serve.log") if said["event"] == "way of weights planned"]
@@ -135,5 +145,6 @@ def test_ranks_on_two_hosts_that_an_engine_started_meet_at_the_broker_and_genera
 
 
 def lines(log: Path) -> list[dict[str, Any]]:
-    """What a process said of itself; what it says to people is left out."""
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    """What a process said of itself; what it says to people, and a line that it still writes, are left out."""
+    whole = log.read_text(encoding="utf-8").rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]

@@ -512,7 +512,7 @@ async def test_bytes_that_a_storage_unit_lost_are_reported_missing(
 async def test_a_bad_reward_is_retried_then_dead_lettered_and_never_zero(
     broker: Broker, model_dir: Path, clock: ManualClock, tokenize, do: str, reason: str
 ) -> None:
-    settings = settings_for("tests.fakes.rewards:as_told", timeout_s=0.3, attempts=2)
+    settings = settings_for("tests.fakes.rewards:as_told", timeout_s=0.3 if do == "hang" else 30.0, attempts=2)
     worker = worker_for(broker, settings, model_dir, clock)
     await admit(broker, {"do": do}, size=1)
     await generate(broker, tokenize("x"))
