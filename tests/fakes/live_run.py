@@ -19,7 +19,7 @@ from tests.fakes.command_line import environment, orchestrator
 from transport.broker.redis_link import short_path
 
 POLL_S = 0.05
-QUICK = ("liveness.lease_s=4.0", "scoring.lease_s=3.0", "pipeline.rollout_timeout_s=20.0", "liveness.stall_s=90.0")
+QUICK = ("liveness.lease_s=4.0", "scoring.lease_s=3.0", "pipeline.rollout_timeout_s=20.0", "liveness.stall_s=180.0")
 """Settings with which a run soon notices who is gone."""
 EMULATED = ("generation.engine=emulated", "trainer.engine=emulated")
 """Settings of a run without a model: it starts in half the time, and its workers are otherwise the same."""
