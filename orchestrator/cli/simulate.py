@@ -47,11 +47,12 @@ from orchestrator.sim.costs import GPUS, Algorithm, DoesNotFitError, Gpu, most_r
 from orchestrator.sim.generation import SampleTooLongError
 from orchestrator.sim.lengths import long_tailed, read_lengths, representative
 from orchestrator.sim.llms import LLMS
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, aided, bound
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, aided, bound, takes_turns
 from orchestrator.sim.simulate import Performance, performance
 from transport.contracts.llms import Fp8
 
 POLICIES = (*get_args(Planned), LEAST_LOADED, PULLED)
+COLOCATED = "colocated"
 FEWEST_ITERATIONS = 3
 """One that fills the pipeline, one that counts, one beside which nothing more is generated."""
 
@@ -70,7 +71,7 @@ def simulate(
     ] = "",
     train: Annotated[
         str,
-        typer.Option(help=f"GPUs that train; colocated: those that generate, in turn. [88xH800, or 1x{NAME}]"),
+        typer.Option(help=f"GPUs that train; {COLOCATED}: those that generate, in turn, with --pipeline serial. [88xH800, or 1x{NAME}]"),
     ] = "",
     profile: ProfileFile = None,
     tensor_parallel: Annotated[
@@ -116,6 +117,11 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     settings = aided(PIPELINES[one_of("--pipeline", pipeline, PIPELINES)], probes=probes, deferred=defer)
+    if train == COLOCATED and not takes_turns(settings):
+        raise ConfigError(
+            f"GPUs that do both do them in turn, as --pipeline serial has it; {pipeline} trains while it generates",
+            where="--train",
+        )
     check_tail_aids(settings, batch=batch, group_size=group_size, dispatch=dispatch)
     if out is not None:  # before what takes long
         with writing_out(out):
@@ -179,7 +185,7 @@ def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Po
     usual = ("40xH800", "88xH800") if profile is None else (f"1x{NAME}",) * 2
     known = hardware(profile)
     generation = _pool("--generate", generate or usual[0], known)
-    training = generation if train == "colocated" else _pool("--train", train or usual[1], known)
+    training = generation if train == COLOCATED else _pool("--train", train or usual[1], known)
     measured = training.gpu.measured
     if measured is not None and training is generation:
         raise ConfigError("what a switch between the stages takes was not profiled", where="--train")

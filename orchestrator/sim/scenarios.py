@@ -149,6 +149,11 @@ PIPELINES: dict[str, CoreSettings] = {
 colocated baseline is "serial" on a colocated layout."""
 
 
+def takes_turns(pipeline: CoreSettings) -> bool:
+    """Whether nothing is generated while the trainer works, so that the same GPUs can do both."""
+    return pipeline.max_staleness == 0 and pipeline.release == "batch" and pipeline.update is UpdateMode.BARRIER
+
+
 def aided(pipeline: CoreSettings, *, probes: bool = False, deferred: int = 0) -> CoreSettings:
     """``pipeline`` with what shortens its tail: a probe of each group, so many groups deferred to the next batch."""
     return msgspec.structs.replace(pipeline, probes=probes, oversampled_groups=deferred, oversampled_tail="defer")

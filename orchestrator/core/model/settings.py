@@ -32,8 +32,8 @@ LEAST_LOADED = "least_loaded"
 """The dispatch policy that plans nothing: each group to the worker with the least to do."""
 PULLED = "pulled"
 """The same, but no worker begins a batch before the others can: the first would take all that is long."""
-MANY_WORKERS = 5
-"""Generation workers from which on a plan pays also where batches overlap."""
+MANY_WORKERS = 3
+"""Generation workers from which on a plan pays also where batches overlap: docs/dispatch.md, "The default"."""
 ROUNDS = 8
 """Of a mini-batch whose responses are all as long as they may be; they are half of that, or less, and so are rounds."""
 MAX_DEATHS = 5
@@ -266,8 +266,8 @@ def default_dispatch(
 
     probes: no plan, which would be made before a probe has run.
 
-    Plans pay where a batch is waited for. Where batches overlap, a worker with room takes the next group, and with few
-    workers a plan that holds groups back loses some; with many that take versions in flight, a plan keeps the longest
+    Plans pay where a batch is waited for. Where batches overlap, a worker with room takes the next group, and with one
+    or two a plan that holds groups back loses some; with more that take versions in flight, a plan keeps the longest
     in time. Source: ours, simulated and live (docs/dispatch.md, "The default").
     """
     if probes:
