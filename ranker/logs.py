@@ -90,7 +90,7 @@ def read_log(
     say: called with what was skipped.
     Raises: LengthLogError: unreadable, too many lines that are not as above, or no line (of this model) at all.
     """
-    texts = dict(read_prompts(prompts)) if prompts is not None else None
+    texts = dict(read_prompts(prompts, say=say)) if prompts is not None else None
     skipping = Skipping(path)
     found: dict[str, tuple[str, list[int], list[int]]] = {}  # text: id, lengths, lengths of the base policy
     for where, line in _lines(path):
@@ -119,10 +119,25 @@ def read_log(
     ]
 
 
-def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
-    """(id, text) of every line; the id is the text where there is none. Raises LengthLogError."""
+def read_prompts(path: Path, *, say: Say = warn) -> list[tuple[str, str]]:
+    """(id, text) of every line; the id is the text where there is none.
+
+    Raises LengthLogError: unreadable, too many lines that have no prompt, or no prompt at all.
+    """
+    skipping = Skipping(path, "prompts")
+    found: list[tuple[str, str]] = []
     for where, line in _lines(path):
-        yield _prompt(_row(line, where), None, where)
+        try:
+            found.append(_prompt(_row(line, where), None, where))
+        except LengthLogError as error:
+            skipping.skip(error.problem, where)
+        else:
+            skipping.count()
+    if refusal := skipping.end(say):
+        raise LengthLogError(refusal)
+    if not found:
+        raise LengthLogError("there is no prompt in it", where=str(path))
+    return found
 
 
 def read_scores(path: Path, *, say: Say = warn) -> dict[str, LengthEstimate]:
@@ -133,7 +148,7 @@ def read_scores(path: Path, *, say: Say = warn) -> dict[str, LengthEstimate]:
     Without the spreads it is as uncertain as when nothing is known; ``prompt`` may stand beside ``id`` or for it.
     Raises LengthLogError: unreadable, or too many lines that are not so.
     """
-    skipping = Skipping(path)
+    skipping = Skipping(path, "scores")
     found: dict[str, LengthEstimate] = {}
     for where, line in _lines(path):
         try:

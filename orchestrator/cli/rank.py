@@ -120,7 +120,7 @@ def score(
     from ranker.logs import read_prompts
 
     with bad_input():
-        texts = list(read_prompts(prompts))
+        texts = read_prompts(prompts, say=_note)
         text_model = _load(ranker)
     lines: list[tuple[float, bytes]] = []
     for start in range(0, len(texts), SCORED_AT_ONCE):
@@ -150,9 +150,13 @@ def score(
 def _samples(log: Path, prompts: Path | None, model: str | None) -> list[PromptLengths]:
     from ranker.logs import check_rankable, read_log
 
-    samples = read_log(log, prompts, model, say=lambda sentence: typer.echo(f"note: {sentence}", err=True))
+    samples = read_log(log, prompts, model, say=_note)
     check_rankable(samples, str(log))
     return samples
+
+
+def _note(sentence: str) -> None:
+    typer.echo(f"note: {sentence}", err=True)
 
 
 def _load(path: Path) -> TextModel:

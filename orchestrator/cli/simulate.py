@@ -71,7 +71,10 @@ def simulate(
     ] = "",
     train: Annotated[
         str,
-        typer.Option(help=f"GPUs that train; {COLOCATED}: those that generate, in turn, with --pipeline serial. [88xH800, or 1x{NAME}]"),
+        typer.Option(
+            help=f"GPUs that train; {COLOCATED}: those that generate, in turn, as --pipeline serial has it. "
+            f"[88xH800, or 1x{NAME}]"
+        ),
     ] = "",
     profile: ProfileFile = None,
     tensor_parallel: Annotated[

@@ -503,6 +503,14 @@ def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
     algorithm = s.algorithm
     if algorithm.ce_above != Settings().algorithm.ce_above and not any(one.ce_coef for one in s.algorithms.values()):
         yield "algorithm.ce_above algorithm.ce_coef", "needs algorithm.ce_coef above 0: nothing is imitated"
+    parts = s.algorithms.values()
+    taught = algorithm.teacher or algorithm.teacher_url
+    if s.has_reference and not taught and not any(one.rl_coef or one.ce_coef for one in parts):
+        yield (
+            "algorithm.teacher algorithm.rl_coef algorithm.ce_coef",
+            "must name a model, or algorithm.teacher_url a server of one, where nothing else is learnt: the policy "
+            "begins as the base model, and has nothing to learn from it",
+        )
     if algorithm.teacher and not s.has_reference:
         yield "algorithm.teacher algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
     if algorithm.teacher_url and not s.has_reference:

@@ -209,6 +209,8 @@ def _judge(p: Pipeline, batch: Batch, iteration: Iteration, settings: ScalingSet
     else:
         estimate = estimate_of(cost, lengths, prompt_tokens=prompt_tokens, max_running=slots)
     elastic.judged, elastic.saved_s = iteration, iteration.saved_s(settings.unit, estimate)
+    if settings.rule == "gap" and _num_coming(p):
+        return  # the next iteration with who comes is judged, or how long a start takes would say how many come
     change = elastic.scaling.observe(settings, iteration, estimate)
     if change is None:
         return

@@ -349,6 +349,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         passes=passes,
         held_out=settings.eval,
         no_fp8_since=(lambda: state.pipeline.precision.since) if settings.generation.fp8 else None,
+        stages=lambda batch: state.pipeline.elastic.compared(batch),
     )
     rounds = [command for _, command in restated if isinstance(command, TrainRound)]
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)

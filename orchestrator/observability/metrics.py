@@ -59,7 +59,7 @@ GROUPS: Mapping[str, str] = {
     "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv fp8_off",
     "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s publish_wait_s samples_trained "
     "tokens_trained groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead "
-    "groups_deferred groups_probed groups_raised rows_in_steps tokens_in_steps",
+    "groups_deferred groups_probed groups_raised rows_in_steps tokens_in_steps delta_s saved_s",
     "critic": "value_staleness value_staleness_max",
     "run": "batch version incarnation time_s eval",
 }
@@ -124,12 +124,15 @@ class MetricsLog:
         passes: int = 1,
         held_out: EvalSettings | None = None,
         no_fp8_since: Callable[[], int] | None = None,
+        stages: Callable[[int], Mapping[str, float]] = lambda batch: {},
     ) -> None:
         """trains: a run that does not has no batches, and nothing is kept of its samples.  passes: over each batch.
         held_out: how its sets of held-out problems are asked.  no_fp8_since: first version that is generated without
         fp8, 0 while engines use it; None in a run without.
+        stages: batch -> how they compare, where workers come and go by it.
         """
         self._no_fp8_since = no_fp8_since
+        self._stages = stages
         self._held_out = held_out or EvalSettings()
         self._path = path
         self._trains = trains
@@ -268,6 +271,7 @@ class MetricsLog:
             "rows_in_steps": event.num_rows,
             "tokens_in_steps": event.num_tokens,
             **self._fp8(event.weights.version),
+            **self._stages(event.batch),
             **event.metrics,
             **self._ranker,
             **self._critic,
@@ -334,7 +338,12 @@ def taught_nothing(line: Mapping[str, Any]) -> bool:
 
 
 def no_gradient_line(line: Mapping[str, Any]) -> str:
-    """Why a trained batch taught nothing, and what to do; "" where it taught something."""
+    """Why a trained batch taught nothing, or less than it should, and what to do; "" where all is well."""
+    if skipped := line.get("skipped_nonfinite"):
+        return (
+            f"batch {line['batch'] + 1}: {skipped:.0f} of its optimizer steps not taken, as loss or gradient was not "
+            "finite: a loss that divides by zero or overflows, rewards far too large, or weights that training broke"
+        )
     if not taught_nothing(line):
         return ""
     if not line.get("groups_trained"):
@@ -348,6 +357,8 @@ def no_gradient_line(line: Mapping[str, Any]) -> str:
             "the rewards within each of its groups are equal; set pipeline.drop_no_signal=true to replace such groups, "
             "or ask problems that the model solves now and then"
         )
+    elif not line.get("computed_tokens", 1):
+        why = "none of its rows has a factor in the loss: no advantage, and no reward above algorithm.ce_above"
     else:
         why = "although rewards differ within groups; see clip_fraction_low and clip_fraction_high in metrics.jsonl"
     return f"batch {line['batch'] + 1} carries no gradient: {why}"

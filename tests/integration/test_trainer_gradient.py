@@ -21,14 +21,14 @@ from tests.fakes.training import make_groups
 from transport.contracts.settings import Algorithm, GenerationSettings, Settings, TrainerSettings
 from transport.tensors.base import Endpoint
 from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
-from workers.errors import ModelError, RowsChangedError
+from workers.errors import AlgorithmError, ModelError, RowsChangedError
 from workers.models import random_model
 from workers.trainer.policy import attention
 from workers.trainer.policy.gradients import global_norm
 from workers.trainer.policy.model import PolicyModel, check_packing, load_module, packed_logprobs, reference_logprobs
 from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PromptGroup, pack
-from workers.trainer.policy.policy_learner import PolicyLearner, TrainStep, objective_of
+from workers.trainer.policy.policy_learner import MAX_SKIPPED, PolicyLearner, TrainStep, objective_of
 from workers.user_functions.loss import own_losses
 from workers.weights.publish import WeightPublisher
 
@@ -367,6 +367,23 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_said(tmp_path: Path) -> No
     assert all(torch.equal(a, b) for a, b in zip(before, step.policy.masters.values(), strict=True))
     step.accumulate(groups)
     assert step.close(batch=0, num_rows=9, num_tokens=34)["skipped_nonfinite"] == 0
+
+
+def test_gradients_that_are_never_finite_end_the_run_by_name(tmp_path: Path) -> None:
+    step = new_step(save_tiny(tmp_path), Objective())
+    sample = make_groups()[0].samples[0]
+    broken = [replace(make_groups()[0], samples=[replace(sample, advantage=float("nan"))])]
+
+    def skip() -> float:
+        step.accumulate(broken)
+        return step.close(batch=0, num_rows=1, num_tokens=4)["skipped_nonfinite"]
+
+    assert [skip() for _ in range(MAX_SKIPPED - 1)] == [1] * (MAX_SKIPPED - 1)
+    step.accumulate(make_groups())
+    step.close(batch=0, num_rows=9, num_tokens=34)
+    assert [skip() for _ in range(MAX_SKIPPED - 1)] == [1] * (MAX_SKIPPED - 1), "counted from the last that was taken"
+    with pytest.raises(AlgorithmError, match=r"8 steps in a row were not taken, as loss \(nan\)"):
+        skip()
 
 
 def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,11 @@ def test_a_plan_gives_engines_the_memory_that_they_were_profiled_with(write: Wri
         ({}, ("--model", "SmolLM2-135M"), "the profile is of random:qwen3-tiny, not of SmolLM2-135M"),
         ({"llm": None}, (), "is no dense decoder"),
         ({"train": None}, (), "the profile has no trainer in it"),
-        ({}, ("--train", "colocated"), "what a switch between the stages takes was not profiled"),
+        (
+            {},
+            ("--train", "colocated", "--pipeline", "serial"),
+            "what a switch between the stages takes was not profiled",
+        ),
         ({}, ("--tensor-parallel", "2", "--generate", "2xmeasured"), "do not split 2 ways in a node of measured"),
         ({}, ("--ranks", "1", "--train", "2xmeasured"), "one measured is one rank: 2 of them are no 1"),
     ],

@@ -73,7 +73,7 @@ def test_scores_of_any_ranker_are_the_first_predictions_and_no_visit(tmp_path: P
     known = {"id": "mine", "prompt": QUESTIONS[1], "mean_tokens": 312.5, "level_sigma": 0.1, "sample_sigma": 0.2}
     settings = scored_settings(tmp_path, *lines, {"id": IDS[0], "mean_tokens": 20}, known, {"id": "x"})
     assert len(read_scores(Path(settings.ranker.scores), say=said.append)) == 23
-    assert "1 of 23 values are no lengths" in said[0]
+    assert "1 of 23 values are no scores" in said[0]
     ranker = open_ranker(settings, tmp_path / "ranker.bin")
     short, long, unknown, _ = ranker.predict(IDS, QUESTIONS)
     assert (short.mean_tokens, long.mean_tokens) == (pytest.approx(20), pytest.approx(312.5))

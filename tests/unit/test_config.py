@@ -225,8 +225,11 @@ def test_a_critic_comes_with_its_advantages_and_nothing_of_it_without():
 
 def test_every_algorithm_resolves():
     for name in get_args(Algorithm):
-        given = ["data.source=jsonl", "data.path=x", "data.response_column=a"] if name == "sft" else []
-        assert with_set(f"algorithm.name={name}", *given).settings.algorithm.name == name
+        wanted = {
+            "sft": ["data.source=jsonl", "data.path=x", "data.response_column=a"],
+            "distill": ["algorithm.teacher=x"],
+        }
+        assert with_set(f"algorithm.name={name}", *wanted.get(name, [])).settings.algorithm.name == name
     assert "algorithm.name must be one of" in error_of("algorithm.name=grop")
 
 
@@ -470,7 +473,11 @@ DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
             "algorithm.ce_coef = 1.0 must be 0 with algorithm.adv",
         ),
         (
-            ["algorithm.name=distill", "pipeline.drop_no_signal=true"],
+            ["algorithm.name=distill"],
+            'algorithm.teacher = "" must name a model, or algorithm.teacher_url a server of one, where nothing else',
+        ),
+        (
+            ["algorithm.name=distill", "algorithm.teacher=x", "pipeline.drop_no_signal=true"],
             "pipeline.drop_no_signal = true must be false with algorithm.rl_coef 0",
         ),
         (
@@ -517,7 +524,13 @@ DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
             'data.response_column = "answer" needs pipeline.group_size 1',
         ),
         (
-            ["data.source=jsonl", "data.path=x", "data.response_column=answer", "algorithm.name=distill"],
+            [
+                "data.source=jsonl",
+                "data.path=x",
+                "data.response_column=answer",
+                "algorithm.name=distill",
+                "algorithm.teacher=x",
+            ],
             'data.response_column = "answer" needs algorithm.kl_estimator "k3"',
         ),
         (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),

@@ -31,7 +31,8 @@ def test_idle_seconds_are_called_what_they_are():
 
 
 def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: Path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", no_fp8_since=lambda: 0)
+    compared = {"delta_s": 0.5, "saved_s": 0.1}
+    log = MetricsLog(tmp_path / "metrics.jsonl", no_fp8_since=lambda: 0, stages=lambda batch: compared)
     groups = [(scored(f"0/{number}", (1.0, 0.0)), outcome(f"0/{number}", how)) for number, how in enumerate(ENDS, 1)]
     for score, end in groups:
         log.observe(score, [end], 0.5)

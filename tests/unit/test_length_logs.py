@@ -110,4 +110,16 @@ def test_nothing_to_rank_is_said():
 
 def test_prompts_without_an_id_are_named_by_their_text(tmp_path: Path):
     prompts = written(tmp_path / "p.jsonl", {"prompt": "a"}, {"id": 7, "text": "b"})
-    assert list(read_prompts(prompts)) == [("a", "a"), ("7", "b")]
+    assert read_prompts(prompts) == [("a", "a"), ("7", "b")]
+
+
+def test_prompts_to_be_scored_are_read_as_logs_are(tmp_path: Path):
+    said: list[str] = []
+    prompts = written(tmp_path / "p.jsonl", *({"prompt": f"p{n}"} for n in range(19)), {"id": 7})
+    assert len(read_prompts(prompts, say=said.append)) == 19
+    assert "1 of 20 values are no prompts and were skipped; the first: " in said[0]
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(LengthLogError, match="there is no prompt in it"):
+        read_prompts(tmp_path / "empty.jsonl")
+    with pytest.raises(LengthLogError, match=r"1 of 2 values are no prompts, more than 10%"):
+        read_prompts(written(tmp_path / "odd.jsonl", {"prompt": "a"}, {"id": 7}))

@@ -81,13 +81,16 @@ def test_a_mismatch_beyond_the_limit_is_a_warning_that_says_by_how_much():
         ({"grad_norm": 0.0, "groups_trained": 8, "no_signal": 1.0}, "batch 3 carries no gradient: the rewards within"),
         ({"grad_norm": 0.0, "groups_filtered": 16}, "all of its groups were dropped"),
         ({"rows_in_steps": 0, "groups_filtered": 16}, "all of its groups were dropped"),
-        ({"grad_norm": 0.0, "groups_trained": 8, "no_signal": 0.5}, "although rewards differ"),
+        ({"grad_norm": 0.0, "groups_trained": 8, "no_signal": 0.5, "computed_tokens": 9}, "although rewards differ"),
+        ({"grad_norm": 0.0, "groups_trained": 8, "no_signal": 0.5, "computed_tokens": 0}, "above algorithm.ce_above"),
+        ({"groups_trained": 8, "skipped_nonfinite": 1.0}, "1 of its optimizer steps not taken"),
     ],
 )
 def test_a_batch_without_a_gradient_is_a_warning_that_says_why(line: dict[str, float], why: str):
     (warning,) = warnings_of({"batch": 2, **line}, 0.1)
     assert why in warning
-    assert warnings_of({"batch": 2, **line, "rows_in_steps": 8, "grad_norm": 0.1}, 0.1) == []
+    well = {"rows_in_steps": 8, "grad_norm": 0.1, "skipped_nonfinite": 0.0}
+    assert warnings_of({"batch": 2, **line, **well}, 0.1) == []
     assert warnings_of({"batch": 2, "rows_in_steps": 8}, 0.1) == [], "an emulated trainer has no gradient"
 
 

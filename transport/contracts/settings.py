@@ -553,7 +553,7 @@ class EmulatedSettings(Section, frozen=True, kw_only=True):
 
     time_scale: Positive = 1.0  # seconds of ours that one of its seconds takes
     step_s: Positive = 0.02  # a decode step, whatever its size
-    draft_acceptance: Share = 0.55  # with generation.drafts: chance that a drafted token is the one that is drawn
+    draft_acceptance: ShareOrNone = 0.55  # with generation.drafts: chance that a drafted token is the one that is drawn
     fp8_mismatch: NotNegative = 0.0  # with fp8 in generation: by how much the logprob of each token is off
     sample_step_s: NotNegative = 0.0005  # and for each sample in it
     prefill_token_s: NotNegative = 0.0  # a token of a prompt, once for its group

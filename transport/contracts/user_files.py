@@ -40,10 +40,11 @@ def warn(sentence: str) -> None:
 
 
 class Skipping:
-    """Takes the values of one file, and counts those that are no lengths."""
+    """Takes the values of one file, and counts those that are no lengths; or no ``kind``, of another file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: str = "lengths") -> None:
         self._path = path
+        self._kind = kind
         self._num_read = 0
         self._num_skipped = 0
         self._first = ""
@@ -63,14 +64,14 @@ class Skipping:
         self._num_read += 1
 
     def skip(self, problem: str, where: str) -> None:
-        """There is no length at ``where``."""
+        """There is none at ``where``."""
         self._num_read += 1
         self._num_skipped += 1
         self._first = self._first or f"{where}: {problem}"
 
     def end(self, say: Say) -> str:
         """All was read. Returns why the file is refused, "" where it is not; then ``say`` hears what was skipped."""
-        skipped = f"{self._num_skipped} of {self._num_read} values are no lengths"
+        skipped = f"{self._num_skipped} of {self._num_read} values are no {self._kind}"
         if self._num_skipped > MAX_SKIPPED * self._num_read:
             return f"{self._first} ({skipped}, more than {MAX_SKIPPED:.0%})"
         if self._num_skipped:

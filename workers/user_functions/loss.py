@@ -27,8 +27,8 @@ from workers.user_functions.imports import allowed_functions, find_in, import_fu
 
 OPTIONS = ("--loss", "--functions-path")
 HINT = "name its directory with algorithm.functions_path, on a worker with --functions-path"
-ROWS = (3, 1, 5, 2)
-"""Loss tokens of the rows that a loss is tried on."""
+ROWS = ((3, 1, 5, 2), (120, 1, 77, 300))
+"""Loss tokens of the rows that a loss is tried on: few, which can be shown, and about as many as in a small run."""
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Between whole and parts: float32 sums of a few tokens differ by less, what depends on others by far more."""
 
@@ -85,6 +85,7 @@ class Trial:
     when: str
     logprobs_N: Tensor
     tokens: TokenBatch
+    rows: tuple[int, ...]
 
 
 def try_losses(objective: Objective) -> None:
@@ -95,13 +96,13 @@ def try_losses(objective: Objective) -> None:
 
 
 def try_loss(loss: OwnLoss, objective: Objective) -> None:
-    """Try ``loss`` on small tensors. Raises AlgorithmError that says what is wrong with it, and what to do."""
+    """Try ``loss`` on tensors of ROWS. Raises AlgorithmError that says what is wrong with it, and what to do."""
     for trial in _trials(objective):
         loss_N, gradient_N = _evaluated(loss, objective, trial.logprobs_N, trial.tokens)
         for what, found_N in (("loss", loss_N), ("gradient of its loss", gradient_N)):
             if not found_N.isfinite().all():
                 raise AlgorithmError(
-                    f"loss {loss.name!r}: the {what} is {found_N.tolist()} {trial.when}; it must be finite: look for a "
+                    f"loss {loss.name!r}: the {what} is {_shown(found_N)} {trial.when}; it must be finite: look for a "
                     "division by zero, a logarithm of it, or an exp that is not clamped"
                 )
         parts = [_evaluated(loss, objective, *part) for part in _parts(trial, loss.additive)]
@@ -112,6 +113,14 @@ def try_loss(loss: OwnLoss, objective: Objective) -> None:
             apart_N = torch.cat(in_parts)
             if not torch.allclose(whole_N, apart_N, rtol=RELATIVE, atol=ABSOLUTE):
                 raise AlgorithmError(_not_additive(loss, what, trial.when, whole_N, apart_N))
+
+
+def _shown(found_N: Tensor) -> str:
+    """Few values as they are; of many, what is wrong with them."""
+    if len(found_N) <= sum(ROWS[0]):
+        return str(found_N.tolist())
+    wrong_N = found_N[~found_N.isfinite()]
+    return f"{wrong_N[0].item()} for {len(wrong_N)} of {len(found_N)} tokens"
 
 
 def _not_additive(loss: OwnLoss, what: str, when: str, whole_N: Tensor, apart_N: Tensor) -> str:
@@ -140,8 +149,13 @@ def _evaluated(loss: OwnLoss, objective: Objective, logprobs_N: Tensor, tokens: 
 
 
 def _trials(objective: Objective) -> Iterator[Trial]:
+    for rows in ROWS:
+        yield from _trials_of(objective, rows)
+
+
+def _trials_of(objective: Objective, rows: tuple[int, ...]) -> Iterator[Trial]:
     generator = torch.Generator().manual_seed(0)
-    count, row_N = sum(ROWS), torch.repeat_interleave(torch.arange(len(ROWS)), torch.tensor(ROWS))
+    count, row_N = sum(rows), torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
 
     def of_rows(values: Tensor) -> Tensor:
         return values[row_N]
@@ -152,21 +166,21 @@ def _trials(objective: Objective) -> Iterator[Trial]:
             return logprobs_N + spread * torch.randn(count, generator=generator)
 
         logprobs_N = -3 * torch.rand(count, generator=generator) - 0.1
-        advantages = torch.randn(len(ROWS), generator=generator) * (0.0 if spread == 0.0 else 1.0)
+        advantages = torch.randn(len(rows), generator=generator) * (0.0 if spread == 0.0 else 1.0)
         tokens = TokenBatch(
             rollout_logprobs_N=near(logprobs_N),
             advantages_N=of_rows(advantages),
             weights_N=torch.rand(count, generator=generator) + 0.5,
             old_logprobs_N=near(logprobs_N) if objective.old_logprobs == "recomputed" else None,
             reference_logprobs_N=near(logprobs_N) if objective.kl_coef > 0 else None,
-            rewards_N=of_rows(torch.rand(len(ROWS), generator=generator)),
+            rewards_N=of_rows(torch.rand(len(rows), generator=generator)),
             row_N=row_N,
         )
-        yield Trial(when=when, logprobs_N=logprobs_N, tokens=tokens)
+        yield Trial(when=when, logprobs_N=logprobs_N, tokens=tokens, rows=rows)
 
 
 def _parts(trial: Trial, additive: Additive) -> Iterator[tuple[Tensor, TokenBatch]]:
     start = 0
-    for size in ROWS if additive == "responses" else [1] * sum(ROWS):
+    for size in trial.rows if additive == "responses" else [1] * sum(trial.rows):
         yield trial.logprobs_N[start : start + size], trial.tokens.slice(start, start + size)
         start += size

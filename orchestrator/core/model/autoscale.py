@@ -264,3 +264,9 @@ class Elastic(msgspec.Struct, kw_only=True):
     last: Change | None = None
     judged: Iteration | None = None
     saved_s: float = 0.0
+
+    def compared(self, batch: int) -> dict[str, float]:
+        """delta and delta' of the iteration that ended with ``batch``; {} where it was not judged."""
+        if self.judged is None or self.judged.batch != batch:
+            return {}
+        return {"delta_s": self.judged.delta_s, "saved_s": self.saved_s}

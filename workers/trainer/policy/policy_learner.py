@@ -32,7 +32,7 @@ from transport.contracts.settings import AlgorithmSettings, Settings, TrainerSet
 from transport.contracts.types import RowId
 from transport.process.storage import Place
 from workers.algorithms.loss import LossMetrics, Objective, OwnLoss, normaliser, rollout_entropy
-from workers.errors import RowsChangedError
+from workers.errors import AlgorithmError, RowsChangedError
 from workers.models import choose_device
 from workers.trainer.checkpoint import Checkpoint, TensorFile
 from workers.trainer.learner import InThread, PieceDone, PromptGroup, TrainingSample
@@ -52,6 +52,8 @@ from workers.weights.publish import WeightPublisher
 log = structlog.get_logger(__name__)
 
 ADAM_EPSILON = 1e-8
+MAX_SKIPPED = 8
+"""Steps in a row whose gradient is not finite: one comes now and then, and so many are a loss or weights gone wrong."""
 HUNG = 0.5
 """Share of ``liveness.stall_s`` after which a rank that hangs is given up: ranks that start over need the rest."""
 
@@ -247,6 +249,7 @@ class TrainStep:
         self._objective = objective
         self._old_logprobs: dict[RowId, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
         self._metrics = LossMetrics()
+        self._skipped_in_a_row = 0
         # Matrices decay, vectors (norms, biases) do not, as everywhere in the field.
         decays = {True: settings.weight_decay, False: 0.0}
         groups = [
@@ -407,6 +410,13 @@ class TrainStep:
             warmup=settings.warmup_batches,
         )
         finite = bool(np.isfinite(grad_norm) and np.isfinite(loss))
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= MAX_SKIPPED:
+            raise AlgorithmError(
+                f"{MAX_SKIPPED} steps in a row were not taken, as loss ({loss * scale:.3g}) or gradient (norm "
+                f"{grad_norm:.3g}) was not finite: look at algorithm.loss for a division by zero or an overflow, at "
+                "the rewards, and for a trainer.lr that broke the weights"
+            )
         if finite and num_tokens:
             if 0 < settings.grad_clip < grad_norm:
                 policy.scale(settings.grad_clip / (grad_norm + 1e-6))
