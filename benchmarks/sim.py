@@ -5,7 +5,7 @@ age of the tokens that were trained (counted token by token, not read from a set
 when each constant of the model moves by 20%: with the layout as it was, and with the split of the GPUs chosen anew for
 that constant. Policies were tuned on seed 0; reported are others.
 
-    python -m benchmarks.sim [--seeds 11,12,13] [--parts table,moved,bound,speed,live]
+    python -m benchmarks.sim [--seeds 11,12,13] [--parts table,acceptance,moved,bound,speed,live]
         [--cases sync_plain,async_plain] [--jobs N] [--quick]
 
 --quick: one seed, fewer batches, nothing moved, no live runs.
@@ -193,6 +193,29 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
     )
 
 
+ACCEPTANCES = (0.35, 0.45, 0.65, 0.75)
+"""Of drafts, beside the one that is assumed: from what little a sample alone shows to what a trained draft model does."""
+
+
+def acceptances(cases: Sequence[str], seed: int, batches: int) -> dict[str, float]:
+    """Each case with drafts at other acceptances, over the plain baseline and over one that drafts as well."""
+    base_s = iteration_s(BASELINE.run(seed, batches))
+    figures: dict[str, float] = {}
+    for acceptance in ACCEPTANCES:
+        baseline = aided(BASELINE.experiment, drafts=acceptance)
+        armed_s = iteration_s(baseline.run(seed, batches, ASSUMED))
+        for name in [one for one in cases if CASES[one].layout.drafts]:
+            own_s = iteration_s(aided(CASES[name].experiment, drafts=acceptance).run(seed, batches, ASSUMED))
+            key = f"{name}_at_{100 * acceptance:.0f}"
+            figures |= {key: round(base_s / own_s, 3), f"{key}_armed": round(armed_s / own_s, 3)}
+            print(
+                f"{name} at an acceptance of {acceptance:g}: {base_s / own_s:.3f}, {armed_s / own_s:.3f} over colocated"
+                f" with the same ({armed_s:.0f} s)",
+                flush=True,
+            )
+    return figures
+
+
 # -- what it rests on
 
 
@@ -328,7 +351,7 @@ def _timed(run: Callable[[], SimulationLog]) -> tuple[SimulationLog, float]:
     return log, best_s
 
 
-PARTS = ("table", "moved", "bound", "speed", "live")
+PARTS = ("table", "acceptance", "moved", "bound", "speed", "live")
 QUICK = ("table", "bound", "speed")
 
 
@@ -353,6 +376,8 @@ def main() -> None:
     figures: dict[str, float] = {}
     if "table" in parts:
         figures |= report(cases, seeds[:1] if quick else seeds, 9 if quick else BATCHES)
+    if "acceptance" in parts:
+        figures |= acceptances(cases, seeds[0], BATCHES)
     if "moved" in parts:
         figures |= moved(cases, seeds[0], options.jobs, Kept.read(options.kept), options.least)
     if "bound" in parts:

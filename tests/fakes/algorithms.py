@@ -69,6 +69,21 @@ def divides_by_nothing(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
 divides_by_nothing.additive = "tokens"  # type: ignore[attr-defined]
 
 
+def breaks_down_in_a_run(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    """All is well with a few tokens."""
+    return -tokens.advantages_N * logprobs / (len(logprobs) <= 64)
+
+
+breaks_down_in_a_run.additive = "responses"  # type: ignore[attr-defined]
+
+
+def louder_in_a_run(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    return -tokens.advantages_N * logprobs * max(1.0, len(logprobs) / 64)
+
+
+louder_in_a_run.additive = "responses"  # type: ignore[attr-defined]
+
+
 def no_finite_gradient(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
     """A loss of numbers, whose root has an infinite slope where nothing has changed."""
     return (logprobs - tokens.rollout_logprobs_N).abs().sqrt()

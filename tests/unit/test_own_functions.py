@@ -43,6 +43,8 @@ def test_good_losses_pass(function: str, objective: dict[str, object]) -> None:
         ("mean_of_all", r"returned shape \[\] for 11 tokens: return a tensor with the loss of each"),
         ("numbers", r"returned list for 11 tokens"),
         ("divides_by_nothing", r"the loss is \[nan.* where nothing changed since the rollout; it must be finite"),
+        ("breaks_down_in_a_run", r"the loss is -?(inf|nan) for \d+ of 498 tokens where nothing changed"),
+        ("louder_in_a_run", r"says additive = 'responses', but .* beside other responses and .* without them"),
         ("no_finite_gradient", r"the gradient of its loss is \[.*it must be finite"),
         ("detached", r"has no gradient: compute it from logprobs"),
         ("raises", r"raised KeyError: 'no such column', .*algorithms.py:\d+"),
