@@ -194,7 +194,7 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
 
 
 ACCEPTANCES = (0.35, 0.45, 0.65, 0.75)
-"""Of drafts, beside the one that is assumed: from what little a sample alone shows to what a trained draft model does."""
+"""Of drafts, beside the one that is assumed: from what a sample alone shows to what a trained draft model reaches."""
 
 
 def acceptances(cases: Sequence[str], seed: int, batches: int) -> dict[str, float]:

@@ -186,9 +186,12 @@ def run(
         typer.echo(submission(resolved, sys.argv[2:]), nl=False)
         return
     if dry_run:
+        from orchestrator.launch.checks import check_ranker_files, check_workers_inputs
         from orchestrator.launch.gpus import place_gpus, with_numbers
         from orchestrator.launch.processes import workers_of
 
+        check_workers_inputs(resolved.settings)
+        check_ranker_files(resolved.settings)
         placed = place_gpus(resolved.settings)
         lines = placed.lines(workers_of(placed.settings)) if placed else ()
         shown = render(with_numbers(resolved, placed)) + "".join(f"# {line}\n" for line in lines)

@@ -68,12 +68,17 @@ def check_inputs(settings: Settings) -> Sequence[Problem]:
     problems = loaded.training if loaded else ()
     if loaded and settings.scoring.reward == CODE_REWARD:
         check_code_tasks((*loaded.training, *loaded.held_out))
+    check_ranker_files(settings)
+    return problems
+
+
+def check_ranker_files(settings: Settings) -> None:
+    """Raises DataError naming the one of the ranker's files that cannot be used."""
     if settings.ranker.model or settings.ranker.base_lengths or settings.ranker.scores:
         try:
             open_ranker(settings, RunDir(Path(settings.run.dir) / settings.run.name).ranker)
         except RankerError as error:
             raise DataError(str(error)) from error
-    return problems
 
 
 def remarks(settings: Settings, problems: Iterable[Problem]) -> list[str]:
