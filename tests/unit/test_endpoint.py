@@ -610,6 +610,12 @@ async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: 
         assert (second["group"], second["sample"]) == (GROUP, 1)
         none = await served.run.post("/sessions", json={"prompt": own, "wait_s": 0})
         assert none.status_code == 429, "what is left of 3/2 answers the row's question"
+        assert none.json()["error"]["message"] == (
+            "1 sample waits for an agent, but of groups that were begun, or evaluate, or have a prompt: your own takes "
+            "a group of which none of the 2 samples (group_size) was leased; ask again"
+        )
+        standing = (await served.run.get("/sessions")).json()
+        assert (standing["waiting"], standing["group_size"], first["group_size"]) == (1, 2, 2)
         async with client(first) as agent:
             await say(agent, [HELLO])
         assert "needs a reward of yours" in (await served.run.post(f"/sessions/{first['id']}/end")).text
@@ -617,6 +623,40 @@ async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: 
     async with endpoint(tmp_path, broker=broker) as again:
         again.offer(1, attempt=1)
         assert (await again.lease(wait_s=30.0))["prompt_id"] == "mine-1", "the sample that is missing has its prompt"
+
+
+async def test_a_lease_that_gets_nothing_is_told_what_waits_instead(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer(0, 1)
+        other = await served.run.post("/sessions", json={"group": "9/9"})
+        assert other.json()["error"]["message"] == "2 samples wait for an agent, but none of group 9/9; ask again"
+        await served.lease()
+        await served.lease()
+        nothing = await served.run.post("/sessions", json={"group": GROUP})
+        assert "the run has given out all that it wants now" in nothing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("own", "param", "said"),
+    [
+        ({"id": "q7", "messages": [HELLO], "qestion": "typo"}, "prompt.messages", "contains unknown field `messages`"),
+        ({"id": "q7", "qestion": "typo"}, "prompt.qestion", "contains unknown field `qestion`"),
+        ({"id": "q7"}, "prompt.question", "is empty"),
+        ({"id": "q7", "question": " "}, "prompt.question", "is empty"),
+        ({"id": "q7", "question": 7}, "prompt.question", "Expected `str`, got `int`"),
+        ({"question": "2+2"}, "prompt.id", "missing required field `id`"),
+    ],
+)
+async def test_an_own_prompt_that_asks_nothing_is_refused_by_name(
+    tmp_path: Path, own: dict[str, Any], param: str, said: str
+) -> None:
+    broker = MemoryBroker(MemoryServer(), RunName("tiny"))
+    async with endpoint(tmp_path, broker=broker) as served:
+        served.offer(0, 1)
+        refused = await served.run.post("/sessions", json={"prompt": own, "wait_s": 30})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert said in refused.json()["error"]["message"]
+        assert served.engine.sessions.own_prompts == {}
 
 
 async def test_an_agents_own_prompt_that_could_not_be_kept_is_no_groups(tmp_path: Path) -> None:

@@ -260,9 +260,8 @@ class SessionEngine:
                         return session
                     await self._offered.wait()
         except TimeoutError:
-            what = f"no sample of group {group}" if group else "no sample"
-            why = "the run has given out all that it wants now"
-            raise EndpointRefusedError(429, "no_sample", f"{what} waits for an agent: {why}; ask again") from None
+            why = self.sessions.why_none(group, own=prompt is not None)
+            raise EndpointRefusedError(429, "no_sample", f"{why}; ask again") from None
         finally:
             self.num_waiting -= 1
 

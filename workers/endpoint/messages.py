@@ -220,13 +220,26 @@ def refused(reason: str, *, param: str = "", status: int = 400, code: str = "inv
     return EndpointRefusedError(status, code, reason, param=param)
 
 
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
+_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `([^`]*)`")
+
+
 def decode(body: bytes, kind: type[T]) -> T:
-    """Raises EndpointRefusedError that says what is wrong with it."""
+    """Raises EndpointRefusedError that says what is wrong with it, and names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error) if body else "the body is empty"
-        raise refused(f"the body is not what it must be: {reason}", code="invalid_json") from error
+        reason = f"the body is not what it must be: {reason}"
+        raise refused(reason, param=_blamed(str(error)), code="invalid_json") from error
+
+
+def _blamed(reason: str) -> str:
+    """The path of the field that msgspec refuses, "prompt.question" say; "" where it names none."""
+    place = _PLACE.search(reason)
+    field = _FIELD.search(reason)
+    parts = [place[1] if place else "", field[1] if field else ""]
+    return ".".join(part for part in parts if part)
 
 
 def digest(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Iterator[bytes]:

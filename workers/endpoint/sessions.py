@@ -28,7 +28,7 @@ REMEMBERED_ENDS = 4096
 SESSION_ENDED = "session_ended"
 
 
-class OwnPrompt(Struct, frozen=True, kw_only=True):
+class OwnPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A prompt that an agent brings: its samples are one group, whatever row of the data that was admitted with.
 
     id: names it among those of its agent.
@@ -87,11 +87,13 @@ class End:
 
 
 class Sessions:
-    """group_size: of the run; only a group of which no sample was begun takes an agent's own prompt."""
+    """group_size: of the run; only a group of which no sample was begun takes an agent's own prompt, and all of its
+    samples have it then.
+    """
 
     def __init__(self, settings: EndpointSettings, *, group_size: int = 1) -> None:
         self._settings = settings
-        self._group_size = group_size
+        self.group_size = group_size
         self.own_prompts: dict[GroupId, OwnPrompt] = {}
         self.seats: list[Seat] = []
         self.open: dict[str, Session] = {}
@@ -128,7 +130,22 @@ class Sessions:
             name = seat.request.group_id
             if not seat.leases and name not in self.own_prompts and not is_evaluation(name):
                 fresh[name] = fresh.get(name, 0) + 1
-        return next((name for name, count in fresh.items() if count == self._group_size), None)
+        return next((name for name, count in fresh.items() if count == self.group_size), None)
+
+    def why_none(self, group: str = "", *, own: bool = False) -> str:
+        """Why no seat can be leased, where none can. own: for a prompt of the agent's own."""
+        count = len(self.seats)
+        waiting = f"{count} {'sample waits' if count == 1 else 'samples wait'} for an agent"
+        if not self.seats:
+            return "no sample waits for an agent: the run has given out all that it wants now"
+        if own and self.untouched_group() is not None:
+            return f"{waiting}, but there was no time to keep the prompt (wait_s)"
+        if own:
+            return (
+                f"{waiting}, but of groups that were begun, or evaluate, or have a prompt: your own takes a group "
+                f"of which none of the {self.group_size} samples (group_size) was leased"
+            )
+        return f"{waiting}, but none of group {group}"
 
     def _begin(self, seat: Seat, now_s: float) -> Session:
         self.seats.remove(seat)
