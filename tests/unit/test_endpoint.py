@@ -119,6 +119,68 @@ async def test_calls_of_tools_are_found_continued_and_masked(tmp_path: Path) -> 
         assert row.reward is None, "the run's reward function scores it"
 
 
+@pytest.mark.parametrize(
+    ("echoed", "branches"),
+    [
+        ({}, 1),
+        ({"arguments": '{"a":1,"b":[2]}'}, 1),
+        ({"arguments": '{"b": [2], "a": 1}'}, 1),
+        ({"name": "adder"}, 1),
+        ({"arguments": '{"a": 1, "b": [3]}'}, 2),
+        ({"arguments": '{"a": 1, "b": ["2"]}'}, 2),
+        ({"arguments": '{"a": 1, "b": [2]'}, 2),
+    ],
+)
+async def test_a_call_that_its_client_writes_anew_is_the_same_as_long_as_it_says_the_same(
+    tmp_path: Path, echoed: dict[str, str], branches: int
+) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call>'
+    async with endpoint(tmp_path, call, "3.", "Yes.") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            (found,) = (await say(agent, [HELLO], tools=TOOLS)).choices[0].message.tool_calls
+            function = {"name": "add", "arguments": echoed.get("arguments", found.function.arguments)}
+            called = {"role": "assistant", "content": None, "tool_calls": [found.model_dump() | {"function": function}]}
+            if "name" in echoed:
+                called["name"] = echoed["name"]
+            told = [HELLO, called, {"role": "tool", "tool_call_id": found.id, "content": "3"}]
+            answer = (await say(agent, told, tools=TOOLS)).choices[0].message
+            await say(agent, [*told, answer, {"role": "user", "content": "Sure?"}], tools=TOOLS)
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert state["branches"] == branches
+        written = [text for kind, text in parts(served, await sealed(served, work, 1.0)) if kind == "policy"]
+        assert written == [f"{call}{END}", f"3.{END}", f"Yes.{END}"][: 3 if branches == 1 else 1]
+
+
+async def test_names_of_messages_that_the_policy_did_not_write_are_compared(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "a", "b") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            for name in ("one", "two"):
+                shown = [HELLO, {"role": "assistant", "content": "Shown.", "name": name}, HELLO]
+                answer = (await say(agent, shown)).choices[0].message
+                assert answer.content == {"one": "a", "two": "b"}[name]
+            await say(agent, [*shown, answer, HELLO])
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert (state["answers"], state["branches"]) == (3, 2)
+
+
+@pytest.mark.parametrize(("between", "branches"), [("END", 1), ("", 2)])
+async def test_a_text_goes_on_behind_the_stop_string_that_its_ids_hold(
+    tmp_path: Path, between: str, branches: int
+) -> None:
+    async with endpoint(tmp_path, "b END c", "d") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            first = await agent.completions.create(model=MODEL, prompt="a", stop=["END"], max_tokens=9)
+            assert first.choices[0].text == "b "
+            await agent.completions.create(model=MODEL, prompt="a" + first.choices[0].text + between + "c")
+        assert (await served.run.get(f"/sessions/{work['id']}")).json()["branches"] == branches
+
+
 @pytest.mark.parametrize("text", ["<tool_call>{add 1}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>"])
 async def test_a_tool_call_that_is_no_json_stays_text(tmp_path: Path, text: str) -> None:
     async with endpoint(tmp_path, text) as served:

@@ -36,7 +36,8 @@ from workers.endpoint.messages import (
     ChatRequest,
     CompletionRequest,
     Request,
-    digest,
+    digest_behind,
+    digests,
     find_tool_calls,
     refused,
 )
@@ -342,8 +343,8 @@ class SessionEngine:
         """
         self._check(asked)
         conversation = session.conversation if session else Conversation(())
-        digests = list(digest(asked.messages, asked.offered_tools))
-        parent, known = conversation.find(digests)
+        begun = digests(asked.messages, asked.offered_tools, conversation.answered)
+        parent, known = conversation.find(begun[1:])
         said, tools = [one.for_template() for one in asked.messages[known:]], asked.offered_tools
         self._check_characters(session, sum(len(one["content"]) for one in said))
         from_tool = parent is not None and bool(said) and all(one["role"] == "tool" for one in said)
@@ -366,8 +367,7 @@ class SessionEngine:
             )
         exchange, prompt = await self._exchange(session, conversation, asked, parent, added, kind, stream)
         answer = self._answer(asked, exchange.turn, prompt, offered=bool(tools))
-        *_, meant = digest([*asked.messages, answer.message], tools)
-        conversation.add(exchange, meant)
+        conversation.add(exchange, digest_behind(begun[-1], answer.message))
         return answer
 
     async def complete(
