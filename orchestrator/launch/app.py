@@ -76,7 +76,7 @@ from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
 from orchestrator.observability.http.status import PageHistory, StatusBoard, publish_status
 from orchestrator.observability.live import open_view
 from orchestrator.observability.metrics import MetricsLog
-from orchestrator.observability.samples import SAMPLES, RecentSamples, SampleKeeper
+from orchestrator.observability.samples import SAMPLES, ReadOwnPrompt, RecentSamples, SampleKeeper
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
 from orchestrator.prompts.source import (
     MixedSource,
@@ -106,7 +106,7 @@ from transport.contracts.messages import (
     encode,
 )
 from transport.contracts.settings import Settings
-from transport.contracts.types import RunName, WorkerId, WorkerKind
+from transport.contracts.types import GroupId, RunName, WorkerId, WorkerKind
 from transport.contracts.user_files import identify_model
 from transport.errors import TransientError, first_error
 from transport.process import faults
@@ -339,7 +339,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
 
     requests = None if trains else RequestStore(rundir.path / REQUESTS)
     ranking = await open_ranking(settings, rundir, clock, inbox)
-    prompts, trial = await open_prompts(settings, model_dir, state, requests, ranking, restated)
+    own_prompt = partial(read_own_prompt, broker) if settings.endpoint.enabled else None
+    prompts, trial = await open_prompts(settings, model_dir, state, requests, ranking, restated, own_prompt)
     planner = Planner(lambda: state.settings)
     executor = Executor(broker, fence, prompts, planner.request, on_finish=ended.finish, last_seq=state.seq)
     passes = settings.trainer.epochs
@@ -354,7 +355,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     rounds = [command for _, command in restated if isinstance(command, TrainRound)]
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
     watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share)
-    samples = RecentSamples(rows, lambda: load_detokenizer(model_dir), SampleKeeper(rundir.path / SAMPLES).keep)
+    keep_sample = SampleKeeper(rundir.path / SAMPLES).keep
+    samples = RecentSamples(rows, lambda: load_detokenizer(model_dir), keep_sample, own_prompt=own_prompt)
     service = None
     if requests is not None:
         detokenize = await asyncio.to_thread(load_detokenizer, model_dir)
@@ -488,9 +490,10 @@ async def open_prompts(
     requests: RequestStore | None,
     ranking: Ranking | None,
     restated: Sequence[Issued],
+    own_prompt: ReadOwnPrompt | None,
 ) -> tuple[PromptServer, TrialRows | None]:
     """Prompts, from where the state left off, with the problems of evaluations where there are any; and the rows that a
-    reward is tried on. Raises DataError."""
+    reward is tried on. own_prompt: None where agents bring none. Raises DataError."""
     source = requests or await asyncio.to_thread(open_source, settings, model_dir)
     source.seek(state.pipeline.prompts.last_position)
     evaluates = settings.eval.every > 0 or state.pipeline.evaluations.current is not None
@@ -501,7 +504,13 @@ async def open_prompts(
     learnt = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
     trial = trial_rows(source.problems, settings.scoring) if isinstance(source, ShuffledSource | MixedSource) else None
     sampling = sampling_of_sets(settings)
-    return PromptServer(source, predictor, held_out=problems, sampling=sampling, learnt=learnt), trial
+    server = PromptServer(source, predictor, held_out=problems, sampling=sampling, learnt=learnt, own_prompt=own_prompt)
+    return server, trial
+
+
+async def read_own_prompt(broker: Broker, group_id: GroupId) -> bytes | None:
+    """The prompt that an agent brought for a group, as its worker keeps it; None where none did."""
+    return await broker.get_meta(keys.own_prompt(group_id))
 
 
 class Ending(asyncio.Event):

@@ -8,7 +8,7 @@ name can always be found again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from orchestrator.errors import DataError
 from orchestrator.loop.intake import Arrival, Inbox
@@ -32,7 +32,7 @@ MAX_CACHED = 4096
 
 
 class PromptServer:
-    """``request`` and ``prompt`` never wait; ``run`` reads."""
+    """``request``, ``prompt`` and ``observe`` never wait; ``run`` reads."""
 
     def __init__(
         self,
@@ -42,21 +42,24 @@ class PromptServer:
         held_out: PromptSource | None = None,
         sampling: Mapping[str, SamplingParams] | None = None,
         learnt: Collection[GroupId] = (),
+        own_prompt: Callable[[GroupId], Awaitable[bytes | None]] | None = None,
     ) -> None:
         """held_out: the problems of evaluations, None for a run that makes none.  sampling: of each set of them.
         learnt: groups whose outcomes are reported again after a restart; the predictor had them before.
+        own_prompt: the prompt that an agent brought for a group, if one did; None: agents bring none.
         """
         self._source = source
         self._held_out = held_out
         self._sampling = sampling or {}
         self._predictor = predictor
         self._learnt = frozenset(learnt)
+        self._own_prompt = own_prompt
         self._cache: dict[PromptId, Prompt] = {}
-        self._requests: asyncio.Queue[RequestPrompts | RequestHeldOutPrompts] = asyncio.Queue()
+        self._asked: asyncio.Queue[RequestPrompts | RequestHeldOutPrompts | SlotOutcome] = asyncio.Queue()
 
     def request(self, command: RequestPrompts | RequestHeldOutPrompts) -> None:
         """Ask for so many more prompts, or for the first so many held-out problems."""
-        self._requests.put_nowait(command)
+        self._asked.put_nowait(command)
 
     def prompt(self, prompt_id: PromptId) -> Prompt:
         """A prompt that has arrived, from the cache or from the source. Raises KeyError for one that never existed."""
@@ -73,15 +76,30 @@ class PromptServer:
         raise DataError(f"{prompt_id} is not among the held-out problems: eval.* or the data has changed since it was")
 
     def observe(self, outcome: SlotOutcome) -> None:
+        """Source and predictor hear how a slot ended, unless its group answered a prompt that an agent brought: what
+        came of that says nothing of the data's prompt. Where agents may bring some, ``run`` looks that up first, and
+        what it has not looked up when the process ends is not learnt.
+        """
+        if self._own_prompt is None:
+            self._learn(outcome)
+        else:
+            self._asked.put_nowait(outcome)
+
+    def _learn(self, outcome: SlotOutcome) -> None:
         self._source.observe(outcome)
         if outcome.group_id not in self._learnt:
             self._predictor.observe(outcome.prompt_id, outcome.response_tokens)
 
     async def run(self, inbox: Inbox) -> None:
         while True:
-            request = await self._requests.get()
-            answer = self._read if isinstance(request, RequestPrompts) else self._name_held_out
-            await inbox.put(Arrival(await answer(request.count)))
+            match await self._asked.get():
+                case RequestPrompts(count=count):
+                    await inbox.put(Arrival(await self._read(count)))
+                case RequestHeldOutPrompts(count=count):
+                    await inbox.put(Arrival(await self._name_held_out(count)))
+                case SlotOutcome() as outcome:
+                    if self._own_prompt is None or await self._own_prompt(outcome.group_id) is None:
+                        self._learn(outcome)
 
     async def _read(self, count: int) -> PromptsArrived:
         batch = await asyncio.to_thread(self._source.next, count)

@@ -19,7 +19,7 @@ import structlog
 
 from orchestrator.errors import DataError
 from transport.contracts.messages import Event, GroupScored, rollout_info_decoder
-from transport.contracts.types import Column, RowId, is_evaluation, row_id
+from transport.contracts.types import Column, GroupId, RowId, Struct, is_evaluation, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array
 
@@ -34,6 +34,15 @@ MAX_PROMPT_CHARS = 1_500
 MAX_RESPONSE_CHARS, MAX_RESPONSE_END = 2_000, 1_000  # of a long response its beginning and its end, where the answer is
 MAX_QUESTION_CHARS, MAX_EXPECTED_CHARS = 600, 300
 COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_INFO, Column.REWARD_COMPONENTS)
+ReadOwnPrompt = Callable[[GroupId], Awaitable[bytes | None]]
+"""The prompt that an agent brought for a group, as its worker keeps it (keys.own_prompt); None where none did."""
+
+
+class OwnPrompt(Struct, frozen=True, kw_only=True):
+    """What is shown of it: the part of workers/endpoint/sessions.py's that people read."""
+
+    question: str
+    answer: str | int | float | None = None
 
 
 class RecentSamples:
@@ -45,11 +54,13 @@ class RecentSamples:
         load_detokenizer: Callable[[], Detokenize],  # slow, may raise DataError; called once, off the loop
         keep: Callable[[dict[str, Any]], object] = lambda _: None,  # called with each that is shown, for the report
         rest: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        own_prompt: ReadOwnPrompt | None = None,  # None: agents bring none
     ) -> None:
         self._rows = rows
         self._load = load_detokenizer
         self._keep = keep
         self._rest = rest
+        self._own_prompt = own_prompt
         self.newest_first: deque[dict[str, Any]] = deque(maxlen=MAX_SHOWN)
         self._newest: GroupScored | None = None
         self._is_scored = asyncio.Event()
@@ -81,7 +92,8 @@ class RecentSamples:
         ids = [row_id(scored.group_id, sample) for sample in chosen]
         rows = await self._rows.read_rows(ids, COLUMNS)
         (group,) = await self._rows.read_groups([scored.group_id], [Column.PROMPT_TEXT, Column.TASK_ENTRY])
-        problem = readable_problem(group)
+        own = await self._own_prompt(scored.group_id) if self._own_prompt is not None else None
+        problem = readable_problem(group, own)
         found = [
             readable_sample(row, columns, detokenize, reward=scored.rewards[sample], problem=problem)
             for row, columns, sample in zip(ids, rows, chosen, strict=True)
@@ -93,20 +105,42 @@ class RecentSamples:
         return bool(found)
 
 
-def readable_problem(columns: Mapping[Column, bytes]) -> dict[str, Any]:
-    """What is shown of a group: a long prompt's end, and the question and the expected answer, "" where not known."""
-    prompt = columns.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
-    try:
-        entry = msgspec.json.decode(columns.get(Column.TASK_ENTRY, b"{}"), type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError):
-        entry = {}
-    question, expected = (entry.get(name) for name in ("question", "answer"))
+def readable_problem(columns: Mapping[Column, bytes], own: bytes | None = None) -> dict[str, Any]:
+    """What is shown of a group: a long prompt's end, and the question and the expected answer, "" where not known.
+
+    own: the prompt that an agent brought; all that is shown is of it then, and nothing of the data's row.
+    """
+    if own is None:
+        prompt = columns.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
+        question, expected = _of_row(columns.get(Column.TASK_ENTRY, b"{}"))
+    else:
+        question, expected = _of_agent(own)
+        prompt = question
     return {
-        "question": cut(question if isinstance(question, str) else "", MAX_QUESTION_CHARS),
+        "question": cut(question, MAX_QUESTION_CHARS),
         "expected": cut("" if expected is None else str(expected), MAX_EXPECTED_CHARS),
         "prompt": prompt[-MAX_PROMPT_CHARS:],
         "prompt_cut": max(0, len(prompt) - MAX_PROMPT_CHARS),
     }
+
+
+def _of_row(entry: bytes) -> tuple[str, object]:
+    """(question, expected answer) of a column TASK_ENTRY."""
+    try:
+        told = msgspec.json.decode(entry, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return "", None
+    question = told.get("question")
+    return question if isinstance(question, str) else "", told.get("answer")
+
+
+def _of_agent(own: bytes) -> tuple[str, object]:
+    """Likewise of a prompt that an agent brought."""
+    try:
+        told = msgspec.msgpack.decode(own, type=OwnPrompt)
+    except (msgspec.MsgspecError, RecursionError):
+        return "", None
+    return told.question, told.answer
 
 
 def cut(text: str, most: int) -> str:

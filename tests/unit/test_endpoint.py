@@ -29,6 +29,7 @@ from transport.contracts.types import (
 )
 from transport.rows.columns import loss_mask
 from workers.endpoint.http import run_key
+from workers.endpoint.sessions import new_key
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, OnTokens
 
 HELLO = {"role": "user", "content": "Hi"}
@@ -117,6 +118,68 @@ async def test_calls_of_tools_are_found_continued_and_masked(tmp_path: Path) -> 
         assert parts(served, row)[1][1] == f"Let me see. {call}{END}"
         assert parts(served, row)[2][1] == f"{START}tool\n2{END}{START}assistant\n"
         assert row.reward is None, "the run's reward function scores it"
+
+
+@pytest.mark.parametrize(
+    ("echoed", "branches"),
+    [
+        ({}, 1),
+        ({"arguments": '{"a":1,"b":[2]}'}, 1),
+        ({"arguments": '{"b": [2], "a": 1}'}, 1),
+        ({"name": "adder"}, 1),
+        ({"arguments": '{"a": 1, "b": [3]}'}, 2),
+        ({"arguments": '{"a": 1, "b": ["2"]}'}, 2),
+        ({"arguments": '{"a": 1, "b": [2]'}, 2),
+    ],
+)
+async def test_a_call_that_its_client_writes_anew_is_the_same_as_long_as_it_says_the_same(
+    tmp_path: Path, echoed: dict[str, str], branches: int
+) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call>'
+    async with endpoint(tmp_path, call, "3.", "Yes.") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            (found,) = (await say(agent, [HELLO], tools=TOOLS)).choices[0].message.tool_calls
+            function = {"name": "add", "arguments": echoed.get("arguments", found.function.arguments)}
+            called = {"role": "assistant", "content": None, "tool_calls": [found.model_dump() | {"function": function}]}
+            if "name" in echoed:
+                called["name"] = echoed["name"]
+            told = [HELLO, called, {"role": "tool", "tool_call_id": found.id, "content": "3"}]
+            answer = (await say(agent, told, tools=TOOLS)).choices[0].message
+            await say(agent, [*told, answer, {"role": "user", "content": "Sure?"}], tools=TOOLS)
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert state["branches"] == branches
+        written = [text for kind, text in parts(served, await sealed(served, work, 1.0)) if kind == "policy"]
+        assert written == [f"{call}{END}", f"3.{END}", f"Yes.{END}"][: 3 if branches == 1 else 1]
+
+
+async def test_names_of_messages_that_the_policy_did_not_write_are_compared(tmp_path: Path) -> None:
+    async with endpoint(tmp_path, "a", "b") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            for name in ("one", "two"):
+                shown = [HELLO, {"role": "assistant", "content": "Shown.", "name": name}, HELLO]
+                answer = (await say(agent, shown)).choices[0].message
+                assert answer.content == {"one": "a", "two": "b"}[name]
+            await say(agent, [*shown, answer, HELLO])
+        state = (await served.run.get(f"/sessions/{work['id']}")).json()
+        assert (state["answers"], state["branches"]) == (3, 2)
+
+
+@pytest.mark.parametrize(("between", "branches"), [("END", 1), ("", 2)])
+async def test_a_text_goes_on_behind_the_stop_string_that_its_ids_hold(
+    tmp_path: Path, between: str, branches: int
+) -> None:
+    async with endpoint(tmp_path, "b END c", "d") as served:
+        served.offer()
+        work = await served.lease()
+        async with client(work) as agent:
+            first = await agent.completions.create(model=MODEL, prompt="a", stop=["END"], max_tokens=9)
+            assert first.choices[0].text == "b "
+            await agent.completions.create(model=MODEL, prompt="a" + first.choices[0].text + between + "c")
+        assert (await served.run.get(f"/sessions/{work['id']}")).json()["branches"] == branches
 
 
 @pytest.mark.parametrize("text", ["<tool_call>{add 1}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>"])
@@ -513,6 +576,32 @@ async def test_half_a_request_and_unknown_keys_are_answered(tmp_path: Path) -> N
         assert (await served.run.get("/sessions/s-none")).json()["error"]["code"] == "no_such_session"
 
 
+async def test_a_key_of_before_a_restart_is_told_that_its_session_has_ended_and_opens_nothing(tmp_path: Path) -> None:
+    async with endpoint(tmp_path / "before") as served:
+        served.offer()
+        work = await served.lease()
+    async with endpoint(tmp_path / "after") as again:
+        again.offer()
+        async with client(work, base_url=again.base_url) as agent:
+            with pytest.raises(openai.APIStatusError, match="it was started again since") as ended:
+                await say(agent, [HELLO])
+            assert (ended.value.status_code, ended.value.code) == (410, "session_ended")
+        other = (await again.lease())["id"]
+        own = {"authorization": f"Bearer {work['key']}"}
+        for name in (work["id"], other):
+            for call in ("end", "reward", "fail", "heartbeat"):
+                body = {"reward": 1} if call == "reward" else {}
+                answer = await again.run.post(f"/sessions/{name}/{call}", headers=own, json=body)
+                assert answer.status_code == 410, f"{name} {call}"
+            assert (await again.run.get(f"/sessions/{name}", headers=own)).status_code == 410
+        assert (await again.run.post("/sessions", headers=own)).status_code == 403
+        assert (await again.run.get("/sessions", headers=own)).status_code == 403
+        for forged in (work["key"][:-1] + "~", new_key("another run's"), "sk-" + "x" * 56, "sk-", "sk-é"):
+            answer = await again.run.get("/models", headers=[("authorization", f"Bearer {forged}".encode())])
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert again.inner.requests == []
+
+
 async def test_a_request_that_breaks_off_in_its_body_asks_nothing_and_its_session_goes_on(tmp_path: Path) -> None:
     async with endpoint(tmp_path) as served:
         served.offer()
@@ -610,6 +699,12 @@ async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: 
         assert (second["group"], second["sample"]) == (GROUP, 1)
         none = await served.run.post("/sessions", json={"prompt": own, "wait_s": 0})
         assert none.status_code == 429, "what is left of 3/2 answers the row's question"
+        assert none.json()["error"]["message"] == (
+            "1 sample waits for an agent, but of groups that were begun, or evaluate, or have a prompt: your own takes "
+            "a group of which none of the 2 samples (group_size) was leased; ask again"
+        )
+        standing = (await served.run.get("/sessions")).json()
+        assert (standing["waiting"], standing["group_size"], first["group_size"]) == (1, 2, 2)
         async with client(first) as agent:
             await say(agent, [HELLO])
         assert "needs a reward of yours" in (await served.run.post(f"/sessions/{first['id']}/end")).text
@@ -617,6 +712,40 @@ async def test_an_agents_own_prompt_is_one_group_also_after_a_restart(tmp_path: 
     async with endpoint(tmp_path, broker=broker) as again:
         again.offer(1, attempt=1)
         assert (await again.lease(wait_s=30.0))["prompt_id"] == "mine-1", "the sample that is missing has its prompt"
+
+
+async def test_a_lease_that_gets_nothing_is_told_what_waits_instead(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer(0, 1)
+        other = await served.run.post("/sessions", json={"group": "9/9"})
+        assert other.json()["error"]["message"] == "2 samples wait for an agent, but none of group 9/9; ask again"
+        await served.lease()
+        await served.lease()
+        nothing = await served.run.post("/sessions", json={"group": GROUP})
+        assert "the run has given out all that it wants now" in nothing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("own", "param", "said"),
+    [
+        ({"id": "q7", "messages": [HELLO], "qestion": "typo"}, "prompt.messages", "contains unknown field `messages`"),
+        ({"id": "q7", "qestion": "typo"}, "prompt.qestion", "contains unknown field `qestion`"),
+        ({"id": "q7"}, "prompt.question", "is empty"),
+        ({"id": "q7", "question": " "}, "prompt.question", "is empty"),
+        ({"id": "q7", "question": 7}, "prompt.question", "Expected `str`, got `int`"),
+        ({"question": "2+2"}, "prompt.id", "missing required field `id`"),
+    ],
+)
+async def test_an_own_prompt_that_asks_nothing_is_refused_by_name(
+    tmp_path: Path, own: dict[str, Any], param: str, said: str
+) -> None:
+    broker = MemoryBroker(MemoryServer(), RunName("tiny"))
+    async with endpoint(tmp_path, broker=broker) as served:
+        served.offer(0, 1)
+        refused = await served.run.post("/sessions", json={"prompt": own, "wait_s": 30})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert said in refused.json()["error"]["message"]
+        assert served.engine.sessions.own_prompts == {}
 
 
 async def test_an_agents_own_prompt_that_could_not_be_kept_is_no_groups(tmp_path: Path) -> None:

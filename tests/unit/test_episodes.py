@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from transport.contracts.types import (
     group_id,
 )
 from transport.rows.columns import loss_mask
+from workers.endpoint.messages import Message as ChatMessage
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.engine import EpisodeEngine
-from workers.environments.environment import GarbageError, Message, Observed, read_step
+from workers.environments.environment import ROLES, GarbageError, Message, Observed, read_messages, read_step
 from workers.environments.transcript import turn_seed
 from workers.errors import EngineCrashedError, EnvironmentFailedError, ModelError
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest, Result
@@ -244,6 +246,10 @@ async def test_an_episode_that_was_stopped_before_the_first_turn_of_a_branch_has
         (({"anew": "a", "b": "c"}, False, None), "neither a text nor a list"),
         (({"anew": {"anew": "a"}}, False, None), "neither a text nor a list"),
         (({}, False, None), "neither a text nor a list"),
+        (
+            ({"anew": [{"role": "robot", "content": "a"}]}, False, None),
+            "of the role 'robot', which is none of",
+        ),
     ],
 )
 def test_only_a_step_that_says_so_begins_anew(returned: object, observed: Observed | str) -> None:
@@ -252,6 +258,19 @@ def test_only_a_step_that_says_so_begins_anew(returned: object, observed: Observ
     else:
         with pytest.raises(GarbageError, match=observed):
             read_step(returned)
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_a_role_that_the_endpoint_takes_is_one_that_an_environment_may_say(role: str) -> None:
+    shown = ChatMessage(role=cast("Any", role), content="a").for_template()
+    assert read_messages([{"role": role, "content": "a"}]) == (Message(role=shown["role"], content="a"),)
+    assert set(get_args(get_type_hints(ChatMessage)["role"])) == ROLES
+
+
+@pytest.mark.parametrize("role", ["robot", "Tool", "function"])
+def test_a_role_that_templates_do_not_know_is_refused_by_name(role: str) -> None:
+    with pytest.raises(GarbageError, match=f"a message of the role '{role}', which is none of assistant, developer, "):
+        read_messages([{"role": role, "content": "a"}])
 
 
 async def test_one_turn_is_the_sample_that_it_would_be_without_an_environment() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,17 @@ def source(*questions: str) -> ShuffledSource:
     ]
     encoder = PromptEncoder(character_tokenizer(), DataSettings(chat_template=False))
     return ShuffledSource(problems, encoder, seed=0, shuffle=False, passes=1)
+
+
+class Hearing(ShuffledSource):
+    """Remembers of which groups it heard."""
+
+    def __init__(self, *problems: Any, **order: Any) -> None:
+        super().__init__(*problems, **order)
+        self.heard: list[str] = []
+
+    def observe(self, outcome: SlotOutcome) -> None:
+        self.heard.append(outcome.group_id)
 
 
 @asynccontextmanager
@@ -106,6 +118,25 @@ def test_outcomes_that_are_told_again_after_a_restart_teach_nothing_twice():
         prompt_id = PromptId(f"rows.jsonl/{slot}")
         server.observe(SlotOutcome(group_id=GroupId(f"0/{slot}"), prompt_id=prompt_id, outcome="trained"))
     assert recorder.told == ["rows.jsonl/1"]
+
+
+async def test_what_came_of_a_prompt_that_an_agent_brought_is_not_learnt_as_the_datas():
+    recorder, inbox = Recorder(), new_inbox()
+
+    async def own_prompt(group_id: GroupId) -> bytes | None:
+        return b"an agent's" if group_id == "0/0" else None
+
+    encoder = PromptEncoder(character_tokenizer(), DataSettings(chat_template=False))
+    prompts = Hearing(source("a", "b").problems, encoder, seed=0, shuffle=False, passes=1)
+    server = PromptServer(prompts, recorder, own_prompt=own_prompt)
+    task = asyncio.create_task(server.run(inbox))
+    for slot in (0, 1):
+        prompt_id = PromptId(f"rows.jsonl/{slot}")
+        server.observe(SlotOutcome(group_id=GroupId(f"0/{slot}"), prompt_id=prompt_id, outcome="trained"))
+    server.request(RequestPrompts(count=1))
+    await next_arrival(inbox)  # what was asked before it is done
+    task.cancel()
+    assert (recorder.told, prompts.heard) == (["rows.jsonl/1"], ["0/1"])
 
 
 async def test_a_held_out_problem_says_its_set_and_how_that_is_sampled():

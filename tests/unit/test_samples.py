@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from orchestrator.errors import DataError
+from orchestrator.launch.app import read_own_prompt
 from orchestrator.observability.samples import (
     GONE_REST_S,
     MAX_RESPONSE_CHARS,
@@ -37,6 +39,8 @@ from transport.contracts.types import (
     row_id,
 )
 from transport.rows.columns import RowStore, encode_array
+from workers.endpoint.prompts import BrokerPrompts
+from workers.endpoint.sessions import OwnPrompt
 
 HOSTILE = "<script>hacked = 1</script>\x1b[2J"
 
@@ -96,7 +100,13 @@ class Watching:
     def __init__(self, broker: MemoryBroker) -> None:
         self.kept: list[dict[str, Any]] = []
         self._rests: asyncio.Queue[float] = asyncio.Queue()
-        self.recent = RecentSamples(RowStore(broker), Tokenizer().load, self.kept.append, self._rests.put)
+        self.recent = RecentSamples(
+            RowStore(broker),
+            Tokenizer().load,
+            self.kept.append,
+            self._rests.put,
+            own_prompt=partial(read_own_prompt, broker),
+        )
 
     async def tell(self, *events: Event) -> float:
         """Let it hear of these at once. Returns how long it rests after what it did then, seconds."""
@@ -122,6 +132,26 @@ async def test_the_best_and_the_worst_of_a_group_are_shown_as_they_are(broker: M
     assert best["versions"] == [6, 7]
     assert best["components"] == {"right": 0.5}
     assert watching.kept == [worst, best]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [(None, ""), ("seven", "seven"), (0, "0")], ids=["none", "a text", "a number"]
+)
+async def test_of_a_prompt_that_an_agent_brought_nothing_of_the_datas_row_is_shown(
+    broker: MemoryBroker, watching: Watching, answer: str | int | None, expected: str
+):
+    own = OwnPrompt(id="z0", question="MY OWN QUESTION 0?", answer=answer, metadata={"level": 1})
+    await BrokerPrompts(broker).keep(GroupId("0/0"), own)
+    await watching.tell(await write(broker, GroupId("0/0"), ["aa", "b"]))
+    for sample in watching.kept:
+        shown = (sample["question"], sample["prompt"], sample["expected"])
+        assert shown == ("MY OWN QUESTION 0?", "MY OWN QUESTION 0?", expected)
+    assert len(watching.kept) == 2
+
+
+def test_an_own_prompt_that_cannot_be_read_shows_nothing_of_the_datas_row():
+    problem = readable_problem({Column.TASK_ENTRY: b'{"question": "2 + 2?", "answer": 4}'}, b"\xc1")
+    assert (problem["question"], problem["prompt"], problem["expected"]) == ("", "", "")
 
 
 async def test_the_newest_come_first_and_the_oldest_go(broker: MemoryBroker, watching: Watching):

@@ -9,7 +9,7 @@ row that is made of one is token-exact. Edited history begins with no exchange, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from transport.contracts.types import SegmentKind
@@ -64,6 +64,11 @@ class Conversation:
             if (found := self._of_digest.get(digests[known - 1])) is not None:
                 return found, known
         return None, 0
+
+    @property
+    def answered(self) -> Container[bytes]:
+        """The digests of chats that end with an answer of the policy."""
+        return self._of_digest
 
     def find_text(self, prompt: str) -> Exchange | None:
         """Likewise for a prompt of text."""

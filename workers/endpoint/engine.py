@@ -36,7 +36,8 @@ from workers.endpoint.messages import (
     ChatRequest,
     CompletionRequest,
     Request,
-    digest,
+    digest_behind,
+    digests,
     find_tool_calls,
     refused,
 )
@@ -260,9 +261,8 @@ class SessionEngine:
                         return session
                     await self._offered.wait()
         except TimeoutError:
-            what = f"no sample of group {group}" if group else "no sample"
-            why = "the run has given out all that it wants now"
-            raise EndpointRefusedError(429, "no_sample", f"{what} waits for an agent: {why}; ask again") from None
+            why = self.sessions.why_none(group, own=prompt is not None)
+            raise EndpointRefusedError(429, "no_sample", f"{why}; ask again") from None
         finally:
             self.num_waiting -= 1
 
@@ -343,8 +343,8 @@ class SessionEngine:
         """
         self._check(asked)
         conversation = session.conversation if session else Conversation(())
-        digests = list(digest(asked.messages, asked.offered_tools))
-        parent, known = conversation.find(digests)
+        begun = digests(asked.messages, asked.offered_tools, conversation.answered)
+        parent, known = conversation.find(begun[1:])
         said, tools = [one.for_template() for one in asked.messages[known:]], asked.offered_tools
         self._check_characters(session, sum(len(one["content"]) for one in said))
         from_tool = parent is not None and bool(said) and all(one["role"] == "tool" for one in said)
@@ -367,8 +367,7 @@ class SessionEngine:
             )
         exchange, prompt = await self._exchange(session, conversation, asked, parent, added, kind, stream)
         answer = self._answer(asked, exchange.turn, prompt, offered=bool(tools))
-        *_, meant = digest([*asked.messages, answer.message], tools)
-        conversation.add(exchange, meant)
+        conversation.add(exchange, digest_behind(begun[-1], answer.message))
         return answer
 
     async def complete(

@@ -123,7 +123,7 @@ class EndpointServer:
         self._engine = engine
         self._host = host
         self._port = port
-        self._key = key
+        self._key = engine.sessions.run_key = key
         self._address_file = address_file
         self._key_file = key_file
         self._serving: asyncio.Task[None] | None = None
@@ -182,7 +182,7 @@ class EndpointServer:
         return hmac.compare_digest(key.encode(), self._key.encode())
 
     def _opens(self, key: str) -> bool:
-        """Also the key of a session that has ended: it is told so."""
+        """Also the key of a session that has ended, or was of a process before this one: it is told so."""
         return self._is_run_key(key) or self._engine.sessions.knows(key)
 
     def _session(self, request: HttpRequest) -> Session | None:
@@ -288,6 +288,8 @@ class EndpointServer:
         with _answering(response := _Refusal()):
             self._owner(request)
             asked = await _body(request, Lease)
+            if asked.prompt is not None and not asked.prompt.question.strip():
+                raise refused("the question of a prompt of your own is empty", param="prompt.question")
             leasing = self._engine.lease(group=asked.group, prompt=asked.prompt, wait_s=asked.wait_s)
             return answer(self._work(await _while_connected(request, leasing)), 201)
         return response.made
@@ -304,6 +306,7 @@ class EndpointServer:
             "session_url": f"{root}/sessions/{session.name}/v1",
             "model": self._engine.model,
             "group": request.group_id,
+            "group_size": self._engine.sessions.group_size,
             "sample": session.seat.sample,
             "lease": session.seat.leases,
             "evaluation": is_evaluation(request.group_id),
@@ -323,6 +326,7 @@ class EndpointServer:
                 {
                     "waiting": len(sessions.seats),
                     "agents_waiting": self._engine.num_waiting,
+                    "group_size": sessions.group_size,
                     "open": [self._standing(one) for one in sessions.open.values()],
                 }
             )

@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -88,8 +88,10 @@ class Message(Struct, frozen=True, kw_only=True):
         return shown
 
     def meaning(self) -> bytes:
-        """Equal for two messages that mean the same: clients strip and leave out what is empty, and rename calls."""
-        calls = [(call.function.name, call.function.arguments) for call in self.tool_calls or ()]
+        """Equal for two messages that mean the same: clients strip and leave out what is empty, rename calls, and write
+        the JSON of their arguments anew.
+        """
+        calls = [(call.function.name, _canonical(call.function.arguments)) for call in self.tool_calls or ()]
         return json.dumps([self.role, self.text.strip(), self.name or "", calls]).encode()
 
 
@@ -98,6 +100,14 @@ def _parsed(arguments: str) -> Any:
         return json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
+
+
+def _canonical(arguments: str) -> list[str]:
+    """Equal for texts that are the same JSON, whatever their blanks and the order of their keys; else the text."""
+    try:
+        return ["json", json.dumps(json.loads(arguments), sort_keys=True)]
+    except (ValueError, RecursionError):
+        return ["text", arguments]
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):
@@ -220,22 +230,50 @@ def refused(reason: str, *, param: str = "", status: int = 400, code: str = "inv
     return EndpointRefusedError(status, code, reason, param=param)
 
 
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
+_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `([^`]*)`")
+
+
 def decode(body: bytes, kind: type[T]) -> T:
-    """Raises EndpointRefusedError that says what is wrong with it."""
+    """Raises EndpointRefusedError that says what is wrong with it, and names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error) if body else "the body is empty"
-        raise refused(f"the body is not what it must be: {reason}", code="invalid_json") from error
+        reason = f"the body is not what it must be: {reason}"
+        raise refused(reason, param=_blamed(str(error)), code="invalid_json") from error
 
 
-def digest(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Iterator[bytes]:
-    """For each beginning of a conversation what is equal where it means the same: [len(messages)], one by one."""
-    running = hashlib.blake2b(json.dumps(tools or None, sort_keys=True).encode(), digest_size=16)
+def _blamed(reason: str) -> str:
+    """The path of the field that msgspec refuses, "prompt.question" say; "" where it names none."""
+    place = _PLACE.search(reason)
+    field = _FIELD.search(reason)
+    parts = [place[1] if place else "", field[1] if field else ""]
+    return ".".join(part for part in parts if part)
+
+
+def digests(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, answered: Container[bytes]
+) -> list[bytes]:
+    """For each beginning of a conversation what is equal where it means the same: [1 + len(messages)], that of no
+    message first.
+
+    answered: digests of conversations that end with an answer of the policy. An answer has no name; one that its client
+    gives it is not compared. Those of other messages are.
+    """
+    found = [hashlib.blake2b(json.dumps(tools or None, sort_keys=True).encode(), digest_size=16).digest()]
     for message in messages:
-        meaning = message.meaning()
-        running.update(len(meaning).to_bytes(8, "little") + meaning)
-        yield running.digest()
+        named = message.role == "assistant" and message.name
+        if named and (plain := digest_behind(found[-1], msgspec.structs.replace(message, name=None))) in answered:
+            found.append(plain)
+        else:
+            found.append(digest_behind(found[-1], message))
+    return found
+
+
+def digest_behind(before: bytes, message: Message) -> bytes:
+    """That of a conversation with one more message. before: its digest without it."""
+    return hashlib.blake2b(before + message.meaning(), digest_size=16).digest()
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

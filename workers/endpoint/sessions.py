@@ -10,6 +10,9 @@ exactly once: sealed, failed or aborted; a session's key opens nothing after its
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -24,11 +27,14 @@ from workers.errors import EndpointRefusedError
 from workers.generation.engine import GenerationRequest
 
 REMEMBERED_ENDS = 4096
-"""Sessions whose end a late agent is told; an older one's key is unknown."""
+"""Sessions whose end a late agent is told with its reason. Of an older one, and of one of the process before, it is
+told only that it has ended."""
+KEY_RANDOM_BYTES, KEY_TAG_BYTES = 24, 18
+"""Of a session's key: what opens it, and what tells that it was made with the run's key. Both whole in base64."""
 SESSION_ENDED = "session_ended"
 
 
-class OwnPrompt(Struct, frozen=True, kw_only=True):
+class OwnPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A prompt that an agent brings: its samples are one group, whatever row of the data that was admitted with.
 
     id: names it among those of its agent.
@@ -38,6 +44,30 @@ class OwnPrompt(Struct, frozen=True, kw_only=True):
     question: Annotated[str, msgspec.Meta(max_length=100_000)] = ""
     answer: str | int | float | None = None
     metadata: dict[str, str | int | float | bool | None] | None = None
+
+
+def new_key(run_key: str) -> str:
+    """Of a session: ``sk-``, random characters, and their tag under the run's key, 59 characters in all.
+
+    The tag opens nothing. It tells an agent whose worker was started again from a stranger, without anything that is
+    kept; from it no other key follows (HMAC-SHA-256).
+    """
+    random = secrets.token_urlsafe(KEY_RANDOM_BYTES)
+    return f"sk-{random}{_tag(random, run_key)}"
+
+
+def is_tagged(key: str, run_key: str) -> bool:
+    """Whether ``new_key`` made it with this key of a run."""
+    random, tag = key[:-_TAG_CHARACTERS].removeprefix("sk-"), key[-_TAG_CHARACTERS:]
+    return key.startswith("sk-") and hmac.compare_digest(tag.encode(), _tag(random, run_key).encode())
+
+
+def _tag(random: str, run_key: str) -> str:
+    digest = hmac.digest(run_key.encode(), f"streamrl session {random}".encode(), hashlib.sha256)
+    return base64.urlsafe_b64encode(digest[:KEY_TAG_BYTES]).decode()
+
+
+_TAG_CHARACTERS = len(_tag("", ""))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -87,11 +117,15 @@ class End:
 
 
 class Sessions:
-    """group_size: of the run; only a group of which no sample was begun takes an agent's own prompt."""
+    """group_size: of the run; only a group of which no sample was begun takes an agent's own prompt, and all of its
+    samples have it then.
+    """
 
     def __init__(self, settings: EndpointSettings, *, group_size: int = 1) -> None:
         self._settings = settings
-        self._group_size = group_size
+        self.group_size = group_size
+        self.run_key = secrets.token_urlsafe()
+        """What session keys are tagged with: of this process alone, until its listener gives it the run's."""
         self.own_prompts: dict[GroupId, OwnPrompt] = {}
         self.seats: list[Seat] = []
         self.open: dict[str, Session] = {}
@@ -128,7 +162,22 @@ class Sessions:
             name = seat.request.group_id
             if not seat.leases and name not in self.own_prompts and not is_evaluation(name):
                 fresh[name] = fresh.get(name, 0) + 1
-        return next((name for name, count in fresh.items() if count == self._group_size), None)
+        return next((name for name, count in fresh.items() if count == self.group_size), None)
+
+    def why_none(self, group: str = "", *, own: bool = False) -> str:
+        """Why no seat can be leased, where none can. own: for a prompt of the agent's own."""
+        count = len(self.seats)
+        waiting = f"{count} {'sample waits' if count == 1 else 'samples wait'} for an agent"
+        if not self.seats:
+            return "no sample waits for an agent: the run has given out all that it wants now"
+        if own and self.untouched_group() is not None:
+            return f"{waiting}, but there was no time to keep the prompt (wait_s)"
+        if own:
+            return (
+                f"{waiting}, but of groups that were begun, or evaluate, or have a prompt: your own takes a group "
+                f"of which none of the {self.group_size} samples (group_size) was leased"
+            )
+        return f"{waiting}, but none of group {group}"
 
     def _begin(self, seat: Seat, now_s: float) -> Session:
         self.seats.remove(seat)
@@ -136,7 +185,7 @@ class Sessions:
         session = Session(
             seat=seat,
             name=f"s-{secrets.token_hex(8)}",
-            key=f"sk-{secrets.token_urlsafe(24)}",
+            key=new_key(self.run_key),
             began_s=now_s,
             heard_s=now_s,
             conversation=Conversation(seat.request.prompt_ids.tolist()),
@@ -146,11 +195,17 @@ class Sessions:
 
     def of_key(self, key: str) -> Session | None:
         """The open session of a key; None for one that is none's. Raises EndpointRefusedError: it has ended."""
-        return self._by_key.get(key) or self._ended(key)
+        if (found := self._by_key.get(key) or self._ended(key)) is None and is_tagged(key, self.run_key):
+            reason = (
+                "this worker has no session of this key: it was started again since, or the session ended long ago, "
+                "or is another worker's"
+            )
+            raise EndpointRefusedError(410, SESSION_ENDED, f"{reason}; lease another one")
+        return found
 
     def knows(self, key: str) -> bool:
-        """Whether it is or was a session's. Keys are random and long, and are looked up by their hash."""
-        return key in self._by_key or key in self._ends
+        """Whether it is or was a session's of this run: of this process, looked up by its hash, or by its tag."""
+        return key in self._by_key or key in self._ends or is_tagged(key, self.run_key)
 
     def of_name(self, name: str) -> Session:
         """Raises EndpointRefusedError: there is no such session, or it has ended."""

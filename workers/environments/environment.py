@@ -41,6 +41,9 @@ Messages: TypeAlias = "str | Sequence[Mapping[str, str]] | None"
 Said: TypeAlias = "Messages | Mapping[str, Messages]"
 """After a turn, ``{ANEW: messages}``, too: they stand behind the prompt alone, and the turns before are forgotten."""
 ANEW = "anew"
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Of messages, as the endpoint takes them too, and as there a developer's is the system's. Most chat templates leave
+out a message of another role without a word, or make up a speaker."""
 
 
 @runtime_checkable
@@ -145,7 +148,11 @@ def read_messages(said: object) -> tuple[Message, ...]:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str) or not role or len(message) != 2:
             raise GarbageError("it says a message that is not {'role': text, 'content': text}")
-        messages.append(Message(role=role, content=content))
+        if role not in ROLES:
+            raise GarbageError(
+                f"it says a message of the role {role[:50]!r}, which is none of {', '.join(sorted(ROLES))}"
+            )
+        messages.append(Message(role="system" if role == "developer" else role, content=content))
     return tuple(messages)
 
 
