@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from orchestrator.observability.samples import SAMPLES, read_samples
 from tests.fakes.agents import leased
 from tests.fakes.command_line import REPOSITORY
 from tests.fakes.live_run import EMULATED, LiveRun
@@ -70,9 +71,19 @@ def test_the_documented_agent_trains_a_run_whose_worker_dies(tmp_path: Path) -> 
         assert "endpoint for agents http://127.0.0.1:" in run.output
 
 
-def forked(calls: httpx.Client) -> dict[str, Any]:
+@contextmanager
+def calls_of(run: LiveRun) -> Iterator[httpx.Client]:
+    """What a run's key opens at its first worker."""
+    address = run.run_dir / "endpoint" / "0.address"
+    run.wait_until(address.exists, "an address")
+    headers = {"authorization": f"Bearer {(run.run_dir / 'endpoint.key').read_text()}"}
+    with httpx.Client(base_url=f"http://{address.read_text().strip()}/v1", headers=headers, timeout=60) as calls:
+        yield calls
+
+
+def forked(calls: httpx.Client, **leasing: object) -> dict[str, Any]:
     """Lease a sample, ask twice with other histories, and end it. Returns what the end was answered."""
-    work = leased(calls)
+    work = leased(calls, **leasing)
     for text in ("One", "Two"):
         asked = {"model": work["model"], "messages": [{"role": "user", "content": text}], "max_tokens": 8}
         calls.post(f"{work['session_url']}/chat/completions", json=asked).raise_for_status()
@@ -83,11 +94,7 @@ def forked(calls: httpx.Client) -> dict[str, Any]:
 @pytest.mark.chaos
 def test_all_branches_of_a_session_are_trained_as_one_row_and_once(tmp_path: Path) -> None:
     with LiveRun(tmp_path, *ENDPOINT, 'endpoint.branches="all"', "run.batches=1") as run:
-        address = run.run_dir / "endpoint" / "0.address"
-        run.wait_until(address.exists, "an address")
-        headers = {"authorization": f"Bearer {(run.run_dir / 'endpoint.key').read_text()}"}
-        base_url = f"http://{address.read_text().strip()}/v1"
-        with httpx.Client(base_url=base_url, headers=headers, timeout=60) as calls:
+        with calls_of(run) as calls:
             ended = [forked(calls) for _ in range(4)]
         assert run.wait_for_end() == 0, run.describe()
         assert [(one["branches"], one["dropped_tokens"]) for one in ended] == [(2, 0)] * 4
@@ -96,6 +103,22 @@ def test_all_branches_of_a_session_are_trained_as_one_row_and_once(tmp_path: Pat
         assert line["samples_trained"] == 4
         audit = run.audit()
         assert audit.returncode == 0, audit.stdout
+
+
+@pytest.mark.chaos
+def test_samples_of_prompts_that_agents_bring_are_shown_with_these(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, *ENDPOINT, "run.batches=1") as run:
+        with calls_of(run) as calls:
+            for number in range(2):
+                own = {"id": f"z{number}", "question": f"MY OWN QUESTION {number}?"}
+                for _ in range(2):
+                    forked(calls, prompt=own)
+        assert run.wait_for_end() == 0, run.describe()
+        shown = read_samples(run.run_dir / SAMPLES)
+        assert shown
+        for sample in shown:
+            assert sample["question"] in ("MY OWN QUESTION 0?", "MY OWN QUESTION 1?")
+            assert (sample["prompt"], sample["expected"]) == (sample["question"], "")
 
 
 @pytest.mark.skipif(not VERIFIERS, reason="STREAMRL_VERIFIERS_PYTHON names no Python with verifiers and uv")

@@ -68,10 +68,10 @@ def ascii_tokenizer() -> Any:
     )
 
 
-def leased(run: httpx.Client) -> dict[str, Any]:
+def leased(run: httpx.Client, **asked: object) -> dict[str, Any]:
     """A sample's session of a real run, whose first samples come when its engine serves weights."""
     for _ in range(20):
-        if (answer := run.post("/sessions")).status_code != 429:
+        if (answer := run.post("/sessions", json=asked)).status_code != 429:
             break
     return answer.raise_for_status().json()
 
