@@ -29,7 +29,6 @@ from transport.contracts.types import (
 )
 from transport.rows.columns import loss_mask
 from workers.endpoint.http import run_key
-from workers.endpoint.sessions import new_key
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, OnTokens
 
 HELLO = {"role": "user", "content": "Hi"}
@@ -574,32 +573,6 @@ async def test_half_a_request_and_unknown_keys_are_answered(tmp_path: Path) -> N
             with pytest.raises(openai.AuthenticationError, match=r"endpoint.key of the run's directory"):
                 await say(stranger, [HELLO])
         assert (await served.run.get("/sessions/s-none")).json()["error"]["code"] == "no_such_session"
-
-
-async def test_a_key_of_before_a_restart_is_told_that_its_session_has_ended_and_opens_nothing(tmp_path: Path) -> None:
-    async with endpoint(tmp_path / "before") as served:
-        served.offer()
-        work = await served.lease()
-    async with endpoint(tmp_path / "after") as again:
-        again.offer()
-        async with client(work, base_url=again.base_url) as agent:
-            with pytest.raises(openai.APIStatusError, match="it was started again since") as ended:
-                await say(agent, [HELLO])
-            assert (ended.value.status_code, ended.value.code) == (410, "session_ended")
-        other = (await again.lease())["id"]
-        own = {"authorization": f"Bearer {work['key']}"}
-        for name in (work["id"], other):
-            for call in ("end", "reward", "fail", "heartbeat"):
-                body = {"reward": 1} if call == "reward" else {}
-                answer = await again.run.post(f"/sessions/{name}/{call}", headers=own, json=body)
-                assert answer.status_code == 410, f"{name} {call}"
-            assert (await again.run.get(f"/sessions/{name}", headers=own)).status_code == 410
-        assert (await again.run.post("/sessions", headers=own)).status_code == 403
-        assert (await again.run.get("/sessions", headers=own)).status_code == 403
-        for forged in (work["key"][:-1] + "~", new_key("another run's"), "sk-" + "x" * 56, "sk-", "sk-é"):
-            answer = await again.run.get("/models", headers=[("authorization", f"Bearer {forged}".encode())])
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert again.inner.requests == []
 
 
 async def test_a_request_that_breaks_off_in_its_body_asks_nothing_and_its_session_goes_on(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class EndpointServer:
         self._engine = engine
         self._host = host
         self._port = port
-        self._key = engine.sessions.run_key = key
+        self._key = key
         self._address_file = address_file
         self._key_file = key_file
         self._serving: asyncio.Task[None] | None = None
@@ -182,7 +182,7 @@ class EndpointServer:
         return hmac.compare_digest(key.encode(), self._key.encode())
 
     def _opens(self, key: str) -> bool:
-        """Also the key of a session that has ended, or was of a process before this one: it is told so."""
+        """Also the key of a session that has ended: it is told so."""
         return self._is_run_key(key) or self._engine.sessions.knows(key)
 
     def _session(self, request: HttpRequest) -> Session | None:

@@ -10,9 +10,6 @@ exactly once: sealed, failed or aborted; a session's key opens nothing after its
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -27,10 +24,7 @@ from workers.errors import EndpointRefusedError
 from workers.generation.engine import GenerationRequest
 
 REMEMBERED_ENDS = 4096
-"""Sessions whose end a late agent is told with its reason. Of an older one, and of one of the process before, it is
-told only that it has ended."""
-KEY_RANDOM_BYTES, KEY_TAG_BYTES = 24, 18
-"""Of a session's key: what opens it, and what tells that it was made with the run's key. Both whole in base64."""
+"""Sessions whose end a late agent is told; an older one's key is unknown."""
 SESSION_ENDED = "session_ended"
 
 
@@ -44,30 +38,6 @@ class OwnPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     question: Annotated[str, msgspec.Meta(max_length=100_000)] = ""
     answer: str | int | float | None = None
     metadata: dict[str, str | int | float | bool | None] | None = None
-
-
-def new_key(run_key: str) -> str:
-    """Of a session: ``sk-``, random characters, and their tag under the run's key, 59 characters in all.
-
-    The tag opens nothing. It tells an agent whose worker was started again from a stranger, without anything that is
-    kept; from it no other key follows (HMAC-SHA-256).
-    """
-    random = secrets.token_urlsafe(KEY_RANDOM_BYTES)
-    return f"sk-{random}{_tag(random, run_key)}"
-
-
-def is_tagged(key: str, run_key: str) -> bool:
-    """Whether ``new_key`` made it with this key of a run."""
-    random, tag = key[:-_TAG_CHARACTERS].removeprefix("sk-"), key[-_TAG_CHARACTERS:]
-    return key.startswith("sk-") and hmac.compare_digest(tag.encode(), _tag(random, run_key).encode())
-
-
-def _tag(random: str, run_key: str) -> str:
-    digest = hmac.digest(run_key.encode(), f"streamrl session {random}".encode(), hashlib.sha256)
-    return base64.urlsafe_b64encode(digest[:KEY_TAG_BYTES]).decode()
-
-
-_TAG_CHARACTERS = len(_tag("", ""))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -124,8 +94,6 @@ class Sessions:
     def __init__(self, settings: EndpointSettings, *, group_size: int = 1) -> None:
         self._settings = settings
         self.group_size = group_size
-        self.run_key = secrets.token_urlsafe()
-        """What session keys are tagged with: of this process alone, until its listener gives it the run's."""
         self.own_prompts: dict[GroupId, OwnPrompt] = {}
         self.seats: list[Seat] = []
         self.open: dict[str, Session] = {}
@@ -185,7 +153,7 @@ class Sessions:
         session = Session(
             seat=seat,
             name=f"s-{secrets.token_hex(8)}",
-            key=new_key(self.run_key),
+            key=f"sk-{secrets.token_urlsafe(24)}",
             began_s=now_s,
             heard_s=now_s,
             conversation=Conversation(seat.request.prompt_ids.tolist()),
@@ -195,17 +163,11 @@ class Sessions:
 
     def of_key(self, key: str) -> Session | None:
         """The open session of a key; None for one that is none's. Raises EndpointRefusedError: it has ended."""
-        if (found := self._by_key.get(key) or self._ended(key)) is None and is_tagged(key, self.run_key):
-            reason = (
-                "this worker has no session of this key: it was started again since, or the session ended long ago, "
-                "or is another worker's"
-            )
-            raise EndpointRefusedError(410, SESSION_ENDED, f"{reason}; lease another one")
-        return found
+        return self._by_key.get(key) or self._ended(key)
 
     def knows(self, key: str) -> bool:
-        """Whether it is or was a session's of this run: of this process, looked up by its hash, or by its tag."""
-        return key in self._by_key or key in self._ends or is_tagged(key, self.run_key)
+        """Whether it is or was a session's. Keys are random and long, and are looked up by their hash."""
+        return key in self._by_key or key in self._ends
 
     def of_name(self, name: str) -> Session:
         """Raises EndpointRefusedError: there is no such session, or it has ended."""
