@@ -341,8 +341,8 @@ def no_gradient_line(line: Mapping[str, Any]) -> str:
     """Why a trained batch taught nothing, or less than it should, and what to do; "" where all is well."""
     if skipped := line.get("skipped_nonfinite"):
         return (
-            f"batch {line['batch'] + 1}: {skipped:.0f} of its optimizer steps not taken, as loss or gradient was not "
-            "finite: a loss that divides by zero or overflows, rewards far too large, or weights that training broke"
+            f"batch {line['batch'] + 1} did not take {skipped:.0f} of its optimizer steps: loss or gradient was not "
+            "finite; a loss divides by zero or overflows, rewards are far too large, or training broke the weights"
         )
     if not taught_nothing(line):
         return ""

@@ -83,7 +83,7 @@ def test_a_mismatch_beyond_the_limit_is_a_warning_that_says_by_how_much():
         ({"rows_in_steps": 0, "groups_filtered": 16}, "all of its groups were dropped"),
         ({"grad_norm": 0.0, "groups_trained": 8, "no_signal": 0.5, "computed_tokens": 9}, "although rewards differ"),
         ({"grad_norm": 0.0, "groups_trained": 8, "no_signal": 0.5, "computed_tokens": 0}, "above algorithm.ce_above"),
-        ({"groups_trained": 8, "skipped_nonfinite": 1.0}, "1 of its optimizer steps not taken"),
+        ({"groups_trained": 8, "skipped_nonfinite": 1.0}, "batch 3 did not take 1 of its optimizer steps: loss"),
     ],
 )
 def test_a_batch_without_a_gradient_is_a_warning_that_says_why(line: dict[str, float], why: str):
