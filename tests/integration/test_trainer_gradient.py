@@ -79,7 +79,9 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_streamed_and_packed_equals_padded_and_whole(
     tmp_path: Path, algorithm: Algorithm, old_logprobs: OldLogprobs
 ) -> None:
-    chosen = resolve(None, [], [f"algorithm.name={algorithm}", f"algorithm.old_logprobs={old_logprobs}"], {}).settings
+    asked = [f"algorithm.name={algorithm}", f"algorithm.old_logprobs={old_logprobs}"]
+    taught = ["algorithm.teacher=any"] if algorithm == "distill" else []
+    chosen = resolve(None, [], [*asked, *taught], {}).settings
     objective = objective_of(chosen)
     if not objective.kl_coef and chosen.algorithm.advantage != "batch_std":
         objective = replace(objective, kl_coef=0.05)

@@ -53,8 +53,9 @@ def test_advantages_equal(reference: TrlReference) -> None:
 
 
 OF_TOKENS = [Objective(aggregation=one, clip_high=0.28) for one in ("token_mean", "sequence_mean")]
+TAUGHT = {"distill": ["algorithm.teacher=any"]}
 NAMED = [
-    objective_of(resolve(None, [], [f"algorithm.name={name}"], {}).settings)
+    objective_of(resolve(None, [], [f"algorithm.name={name}", *TAUGHT.get(name, ())], {}).settings)
     for name in get_args(Algorithm)
     if name != "sft"  # it needs data of its own; the loss is that of rft
 ]
