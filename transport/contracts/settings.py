@@ -170,7 +170,7 @@ class DataSettings(Section, frozen=True, kw_only=True):
     revision: str = ""  # hf: branch, tag or commit of the data set on the hub; empty: its newest
     prompt_column: str = "prompt"  # jsonl, hf: column of the question
     answer_column: str = "answer"  # jsonl, hf: column handed to the reward
-    response_column: str = ""  # jsonl, hf: column of responses to imitate, cut at sampling.max_new_tokens; empty: they are sampled
+    response_column: str = ""  # jsonl, hf: column of responses to imitate, cut at sampling.max_new_tokens; empty: none
     suffix: str = ""  # appended to every question
     system: str = ""  # system message, if any
     chat_template: bool = True  # wrap the question in the model's chat template (when it has one)
