@@ -291,6 +291,19 @@ def test_missing_rows_are_generated_again_under_the_same_ids():
     assert len(groups_of(world.rounds_of(0))) == 2, "the round is not sent again"
 
 
+def test_a_score_of_before_rows_were_lost_is_not_relied_on_once_another_is():
+    """Told twice it stands for a row that is gone, and no score would ever come of the group again."""
+    world = ready_world(core(release="mini_batch", mini_batch_groups=2))
+    finish_group(world, W0, G0)
+    world.score()
+    (scored,) = (event for event in world.told if isinstance(event, GroupScored))
+    world.lose_row(RowId("0/0/0"), G0)
+    world.tell(scored)
+    world.lose_row(RowId("0/0/1"), G0)
+    assert world.workers[W0].plans[G0][0].samples == (0, 1)
+    world.run_to_end()
+
+
 def test_scores_prove_rows_that_were_never_told_of():
     world = ready_world(core())
     world.finish_sample(W0, G0)

@@ -108,6 +108,7 @@ class Group(msgspec.Struct, kw_only=True):
     probe: the sample that its running attempt asks for alone, NO_PROBE where it asks for all that are missing.
     followed: the others were sent after the probe, while it ran: two attempts run on one worker, this one and the one
     before.
+    unreported: samples whose rows only a score of the group says to exist.
     rank: of the trainer, that got it last.
     num_tokens: prompt once + responses.  loss_tokens: what the policy chose of the responses.  Both are set when it was
     scored.
@@ -147,6 +148,7 @@ class Group(msgspec.Struct, kw_only=True):
     learnt_tokens: float = 0.0
     probe: int = NO_PROBE
     followed: bool = False
+    unreported: tuple[int, ...] = ()
 
     @property
     def first_batch(self) -> int:

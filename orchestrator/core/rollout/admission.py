@@ -189,13 +189,15 @@ class TrainLane(GroupLane):
         """A whole group is scored: it is ready for the trainer, or filtered when it carries no gradient.
 
         Scores prove that the rows exist, so what the core still waits for was reported and lost, or was wrongly
-        believed missing. Should this be an old report of rows that vanished since, the trainer finds them missing.
+        believed missing. Should this be an old report of rows that vanished since, the trainer finds them missing;
+        should another row vanish first, these are not relied on any more.
         """
         p = self._p
         if group.stage is Stage.READY or not len(event.response_tokens) == len(event.rewards) == len(group.tokens):
             return
         if group.num_missing:
             withdraw(p, group, "its rows exist")
+            group.unreported = group.missing_samples()
             group.tokens, group.num_missing = list(event.response_tokens), 0
         p.plans.remove(group)
         batch, tokens_before = p.batches[group.batch], group.num_tokens

@@ -397,11 +397,18 @@ class GroupLane:
         self.row_arrived(group, event)
 
     def vanished(self, group: Group, sample: int, row: RowId) -> bool:
-        """A row went missing with the broker's tail. Returns whether the group is to be generated again."""
+        """A row went missing with the broker's tail. Returns whether the group is to be generated again.
+
+        So are the samples that only its score spoke of: the score is void, and may have been one of before they were
+        lost.
+        """
         if group.stage is Stage.RUNNING:
             requeue(self._p, group, "rows of it went missing")  # its worker does not know of this sample
-        group.tokens[sample] = MISSING
-        group.num_missing += 1
+        for lost in {sample, *group.unreported}:
+            if not group.lacks(lost):
+                group.tokens[lost] = MISSING
+                group.num_missing += 1
+        group.unreported = ()
         self.row_vanished(group, row)
         return True
 
