@@ -18,8 +18,6 @@ import json
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import msgspec
-
 from benchmarks.papers.experiments import MAX_RUNNING, PAPER_RECALL, QUESTION_TOKENS
 from benchmarks.papers.settings import (
     SEER_BATCH,
@@ -33,7 +31,7 @@ from orchestrator.sim.costs import ASSUMED
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.lengths import long_tailed
 from orchestrator.sim.llms import QWEN_72B
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, scenario
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, scenario, shortened
 from orchestrator.sim.simulate import simulate
 from transport.contracts.llms import BF16, Fp8
 from transport.contracts.messages import DispatchGroups, RolloutFinished
@@ -155,7 +153,7 @@ def simulated(case: Case, seed: int, groups: int) -> SimulationLog:
     layout = case.layout()
     if groups != SEER_BATCH:
         layout = replace(layout, generation_gpus=max(8, round(16 * groups / SEER_BATCH) * 8))
-    workload, pipeline = case.workload(seed, groups), msgspec.structs.replace(PIPELINES["serial"], probes=case.probes)
+    workload, pipeline = case.workload(seed, groups), shortened(PIPELINES["serial"], probes=case.probes)
     run = scenario(workload, layout, pipeline, iterations=BATCHES, dispatch=case.dispatch, record=True)
     return simulate(run)
 

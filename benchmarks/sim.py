@@ -46,6 +46,7 @@ from benchmarks.papers.settings import (
     sync_stream,
 )
 from benchmarks.papers.trials import MOVE, Kept, ProgressLine, Trial, moves, run_trials
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.sim.costs import ASSUMED, H800, Assumptions, DoesNotFitError, decode_cost
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.llms import QWEN_72B
@@ -137,9 +138,9 @@ OVER_BOUND = [_over_bound(f"recall {PAPER_RECALL}", PAPER_RECALL), _over_bound("
 SPLITS = [split(QWEN_72B, generation_gpus) for generation_gpus in (24, 32, 40, 48, 56, 64)]
 
 
-def best_bound(workload: Workload, layouts: Sequence[Layout], max_staleness: int) -> tuple[float, Layout]:
+def best_bound(workload: Workload, layouts: Sequence[Layout], pipeline: CoreSettings) -> tuple[float, Layout]:
     """The lowest bound of several splits, with slots that memory alone limits, and its split."""
-    bounds = [bound(workload, replace(layout, slots=100_000)).iteration_s(max_staleness) for layout in layouts]
+    bounds = [bound(workload, replace(layout, slots=100_000)).iteration_s(pipeline) for layout in layouts]
     index = min(range(len(bounds)), key=bounds.__getitem__)
     return bounds[index], layouts[index]
 
@@ -158,7 +159,7 @@ def report(cases: Sequence[str], seeds: Sequence[int], batches: int) -> dict[str
         f"{BASELINE.title}: {fmean(base.values()):.0f} s an iteration; bound of its stages one after the other ", end=""
     )
     serial = bound(BASELINE.experiment.workload(seeds[0], batches), BASELINE.layout)
-    print(f"{max(serial.generation_s, serial.longest_s) + serial.training_s:.0f} s")
+    print(f"{serial.iteration_s(BASELINE.experiment.core, in_turn=True):.0f} s")
     figures: dict[str, float] = {}
     for name in cases:
         case = CASES[name]
@@ -176,11 +177,11 @@ def report(cases: Sequence[str], seeds: Sequence[int], batches: int) -> dict[str
 
 def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], base: dict[int, float]) -> str:
     seed, log = next(iter(logs.items()))
-    staleness = PIPELINES[case.experiment.pipeline].max_staleness
+    pipeline = case.experiment.core
     workload = case.experiment.workload(seed, len(log.published_s))
-    own_s = bound(workload, replace(case.layout, slots=100_000)).iteration_s(staleness)
+    own_s = bound(workload, replace(case.layout, slots=100_000)).iteration_s(pipeline)
     layouts = [replace(one, **aids_of(case.layout)) for one in SPLITS]
-    best_s, best_layout = best_bound(workload, layouts, staleness)
+    best_s, best_layout = best_bound(workload, layouts, pipeline)
     text = f"{fmean(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}), paper {case.paper}; {case.title}; "
     text += f"{case.layout.generation_gpus} + {case.layout.training_gpus} GPUs"
     if case.layout.colocated:

@@ -19,7 +19,7 @@ from benchmarks.papers.bounds import bound_s
 from orchestrator.core.dispatch.compute import plan_dispatch
 from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.autoscale import Change, Iteration, Scaling, estimate_of
-from orchestrator.core.model.settings import ScalingSettings
+from orchestrator.core.model.settings import CoreSettings, ScalingSettings
 from orchestrator.sim.costs import (
     ASSUMED,
     H800,
@@ -34,7 +34,7 @@ from orchestrator.sim.costs import (
 from orchestrator.sim.engine import Scenario, SimulationLog, counted
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.llms import QWEN_72B
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, scenario
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, scenario, shortened
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.llms import Llm
@@ -114,6 +114,11 @@ class Pipelined(Experiment):
     the tokens that they have."""
 
     @property
+    def core(self) -> CoreSettings:
+        """Its pipeline."""
+        return shortened(PIPELINES[self.pipeline], deferred=round(self.batch * self.deferred))
+
+    @property
     def short(self) -> int:
         """Two that count (``counted``); of large batches, which vary less, after one that fills the pipeline.
 
@@ -148,14 +153,10 @@ class Pipelined(Experiment):
     def scenario(self, seed: int, iterations: int, assumed: Assumptions, *, record: bool = False) -> Scenario:
         if self.layer_s is not None:
             assumed = msgspec.structs.replace(assumed, layer_s=self.layer_s)
-        pipeline = PIPELINES[self.pipeline]
-        if self.deferred:
-            spare = round(self.batch * self.deferred)
-            pipeline = msgspec.structs.replace(pipeline, oversampled_groups=spare, oversampled_tail="defer")
         return scenario(
             self.workload(seed, iterations),
             self.laid_out(assumed),
-            pipeline,
+            self.core,
             iterations=iterations,
             assumed=assumed,
             dispatch=self.dispatch,
@@ -176,10 +177,7 @@ class Pipelined(Experiment):
     def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """max(work / capacity, longest alone) of the slower stage; of both stages where they work in turn."""
         limit = bound(self.workload(seed, iterations), replace(self.laid_out(assumed), slots=100_000), assumed)
-        defers = self.deferred > 0
-        if self.layout.colocated:
-            return limit.in_turn_s(defers=defers)
-        return limit.iteration_s(PIPELINES[self.pipeline].max_staleness, defers=defers)
+        return limit.iteration_s(self.core, in_turn=self.layout.colocated)
 
     def key(self, assumed: Assumptions) -> Hashable:
         prepared = self.scenario(0, 1, assumed)

@@ -18,8 +18,9 @@ from typing import Annotated, Any, get_args
 import msgspec
 import typer
 
+from orchestrator.config.rules import broken_by_deferring, broken_by_probes
 from orchestrator.config.schema import to_toml
-from orchestrator.core.model.settings import LEAST_LOADED, PULLED, CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import ConfigError, check_out, writing_out
 from orchestrator.planning.allocation import MeasuredSplit, Objective, Pool, Split, released
 from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, planned, run_settings
@@ -38,6 +39,7 @@ from orchestrator.sim.lengths import read_lengths
 from orchestrator.sim.llms import HUB, LLMS
 from orchestrator.sim.scenarios import PIPELINES
 from transport.contracts.llms import Fp8, Llm, UnknownModelError, from_config
+from transport.contracts.settings import PipelineSettings, Settings
 from transport.errors import InputFileError
 from transport.process.files import read_json
 
@@ -188,18 +190,14 @@ def with_aids(measured: Profile | None, drafts: float, fp8: Fp8) -> Profile | No
     return variant_of(measured, fp8) if fp8 else measured
 
 
-def check_tail_aids(pipeline: CoreSettings, *, batch: int, group_size: int, dispatch: str = "") -> None:
-    """Raises ConfigError where no run has them so. dispatch: that is asked for, "" where none is."""
-    if pipeline.probes and group_size == 1:
-        raise ConfigError("a probe is for the others of its group: it needs --group-size above 1", where="--probes")
-    if pipeline.probes and dispatch not in ("", LEAST_LOADED, PULLED):
-        raise ConfigError(f"{dispatch} plans before a probe has run: {LEAST_LOADED} or {PULLED}", where="--dispatch")
-    if not pipeline.oversampled_groups:
-        return
-    if pipeline.oversampled_groups >= batch:
-        raise ConfigError(f"fewer groups than the {batch} of a batch are left to the next", where="--defer")
-    if pipeline.membership == "rolling":
-        raise ConfigError("a rolling --pipeline moves slow groups to a later batch by itself", where="--defer")
+def check_tail_aids(pipeline: CoreSettings, *, batch: int, group_size: int, dispatch: str = "auto") -> None:
+    """Raises ConfigError where a run could not have its probes and deferred groups so."""
+    taken = ("update", "membership", "probes", "oversampled_groups", "oversampled_tail")
+    asked: dict[str, Any] = {name: getattr(pipeline, name) for name in taken}
+    asked |= {"groups_per_batch": batch, "group_size": group_size, "dispatch": dispatch}
+    for option, broken in (("--probes", broken_by_probes), ("--defer", broken_by_deferring)):
+        for keys, reason in broken(Settings(pipeline=PipelineSettings(**asked))):
+            raise ConfigError(f"{keys.split()[0]} {reason}", where=option)
 
 
 def parse_pools(text: str, prices: Mapping[str, float], known: Mapping[str, Gpu] = GPUS) -> list[Pool]:
@@ -376,7 +374,7 @@ def cost_per_1000(prediction: Prediction, job: Job) -> float:
 
 def bound_line(best: Prediction, job: Job) -> str:
     least = best.bound
-    limit_s = job.limit_s(least)
+    limit_s = least.iteration_s(job.settings)
     return (
         f"no schedule of this split beats {limit_s:.4g} s (generation {least.generation_s:.4g} s, training "
         f"{least.training_s:.4g} s, longest sample alone {least.longest_s:.4g} s): the plan takes "

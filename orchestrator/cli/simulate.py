@@ -47,7 +47,7 @@ from orchestrator.sim.costs import GPUS, Algorithm, DoesNotFitError, Gpu, most_r
 from orchestrator.sim.generation import SampleTooLongError
 from orchestrator.sim.lengths import long_tailed, read_lengths, representative
 from orchestrator.sim.llms import LLMS
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, aided, bound, takes_turns
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, shortened, takes_turns
 from orchestrator.sim.simulate import Performance, performance
 from transport.contracts.llms import Fp8
 
@@ -119,13 +119,13 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="Directory for the timeline as a picture (SVG and PNG).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    settings = aided(PIPELINES[one_of("--pipeline", pipeline, PIPELINES)], probes=probes, deferred=defer)
+    settings = shortened(PIPELINES[one_of("--pipeline", pipeline, PIPELINES)], probes=probes, deferred=defer)
     if train == COLOCATED and not takes_turns(settings):
         raise ConfigError(
             f"GPUs that do both do them in turn, as --pipeline serial has it; {pipeline} trains while it generates",
             where="--train",
         )
-    check_tail_aids(settings, batch=batch, group_size=group_size, dispatch=dispatch)
+    check_tail_aids(settings, batch=batch, group_size=group_size, dispatch=dispatch or "auto")
     if out is not None:  # before what takes long
         with writing_out(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -156,12 +156,7 @@ def simulate(
             drafts=drafts,
             draft_depth=draft_depth,
         )
-        chosen = dispatch or default_dispatch(
-            max_staleness=settings.max_staleness,
-            update=settings.update,
-            num_workers=layout.instances,
-            probes=probes,
-        )
+        chosen = dispatch or default_dispatch(settings, num_workers=layout.instances)
         outcome = performance(workload, layout, settings, dispatch=chosen, iterations=iterations)
     except (DoesNotFitError, SampleTooLongError) as error:
         raise ConfigError(f"{error}; give it more GPUs, or a smaller --model") from error

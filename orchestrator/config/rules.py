@@ -95,10 +95,15 @@ def _broken_of_processes(s: Settings) -> Iterator[tuple[str, str]]:
         )
 
 
-def _broken_by_probes(s: Settings) -> Iterator[tuple[str, str]]:
+def broken_by_probes(s: Settings) -> Iterator[tuple[str, str]]:
     """What shows the lengths of a group before the group itself has to be needed, and used."""
     if not s.pipeline.probes:
         return
+    if s.pipeline.group_size == 1:
+        yield (
+            "pipeline.probes pipeline.group_size",
+            "must be false with pipeline.group_size 1: a probe is for the others of its group",
+        )
     if s.ranker.kind == "oracle":
         yield "pipeline.probes ranker.kind", 'must be false with ranker.kind "oracle", which knows what a probe shows'
     if s.pipeline.dispatch not in ("auto", "pulled", "least_loaded"):
@@ -122,9 +127,8 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
             "pipeline.rollout_batches pipeline.max_staleness",
             "must be at most max_staleness + 1, or the last of them is too old when it is trained",
         )
-    if s.pipeline.oversampled_tail == "defer":
-        yield from _broken_by_deferring(s)
-    yield from _broken_by_probes(s)
+    yield from broken_by_deferring(s)
+    yield from broken_by_probes(s)
     yield from _broken_by_streams(s)
     yield from _broken_by_algorithm(s, s.algorithm)
     if s.algorithm.advantage == "gae" and s.pipeline.drop_no_signal:
@@ -153,9 +157,11 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
         yield "trainer.ranks trainer.engine", 'must be 1 with trainer.engine "emulated", whose speed is a setting'
 
 
-def _broken_by_deferring(s: Settings) -> Iterator[tuple[str, str]]:
+def broken_by_deferring(s: Settings) -> Iterator[tuple[str, str]]:
     """The slowest groups of a batch are left to the next, with their tokens."""
     pipeline = s.pipeline
+    if pipeline.oversampled_tail != "defer":
+        return
     if not 0 < pipeline.oversampled_groups < pipeline.groups_per_batch:
         yield (
             "pipeline.oversampled_groups pipeline.oversampled_tail pipeline.groups_per_batch",

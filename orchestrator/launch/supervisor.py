@@ -20,7 +20,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,9 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     try:
         configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
         note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
-        supervisor = Supervisor(settings, rundir, view, gpus, resume=resume, remarks=remarks(settings, problems))
+        for remark in remarks(settings, problems):
+            view.note(f"note: {remark}")
+        supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
         try:
             await supervisor.run()
         except StreamError as error:
@@ -149,17 +151,8 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
 
 class Supervisor:
     def __init__(
-        self,
-        settings: Settings,
-        rundir: RunDir,
-        view: View,
-        gpus: PlacedGpus | None,
-        *,
-        resume: bool,
-        remarks: Sequence[str] = (),
+        self, settings: Settings, rundir: RunDir, view: View, gpus: PlacedGpus | None, *, resume: bool
     ) -> None:
-        """remarks: what is allowed, and hardly meant."""
-        self._remarks = remarks
         self._settings = settings
         self._rundir = rundir
         self._view = view
@@ -195,8 +188,6 @@ class Supervisor:
                 self._view.note(f"run {run.name} in {shown(self._rundir.path)}: {size}, dispatch {dispatch}")
             for line in self._gpus.lines(workers_of(self._settings)) if self._gpus else ():
                 self._view.note(line)
-            for remark in self._remarks:
-                self._view.note(f"note: {remark}")
             stack.push_async_callback(self._launcher.close)
             await self._until_stopped(self._launcher.open(resume=self._resume))
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)

@@ -285,7 +285,7 @@ class MetricsLog:
         self._groups = {name: group for name, group in self._groups.items() if batch_of(name) >= before}
         self._written.add(key)
         append_line(self._path, line)
-        if warning := no_gradient_line(line):
+        for warning in filter(None, (skipped_line(line), no_gradient_line(line))):
             log.warning(warning)
         return line
 
@@ -299,7 +299,8 @@ class MetricsLog:
 
 def warnings_of(line: Mapping[str, Any], mismatch_limit: float) -> list[str]:
     """What is wrong with a trained batch, each as a sentence without "warning": for terminal, live page and report."""
-    return [text for text in (mismatch_line(line, mismatch_limit), fp8_line(line), no_gradient_line(line)) if text]
+    said = (mismatch_line(line, mismatch_limit), fp8_line(line), skipped_line(line), no_gradient_line(line))
+    return [text for text in said if text]
 
 
 def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
@@ -329,6 +330,17 @@ def fp8_line(line: Mapping[str, Any]) -> str:
     )
 
 
+def skipped_line(line: Mapping[str, Any]) -> str:
+    """How many steps of a trained batch were not taken, and what may be why; "" where all were."""
+    skipped = line.get("skipped_nonfinite")
+    if not skipped:
+        return ""
+    return (
+        f"batch {line['batch'] + 1} did not take {skipped:.0f} of its optimizer steps: loss or gradient was not "
+        "finite; a loss divides by zero or overflows, rewards are far too large, or training broke the weights"
+    )
+
+
 def taught_nothing(line: Mapping[str, Any]) -> bool:
     """Was no row in the steps of a trained batch, or was the norm of their gradient exactly 0?
 
@@ -338,12 +350,7 @@ def taught_nothing(line: Mapping[str, Any]) -> bool:
 
 
 def no_gradient_line(line: Mapping[str, Any]) -> str:
-    """Why a trained batch taught nothing, or less than it should, and what to do; "" where all is well."""
-    if skipped := line.get("skipped_nonfinite"):
-        return (
-            f"batch {line['batch'] + 1} did not take {skipped:.0f} of its optimizer steps: loss or gradient was not "
-            "finite; a loss divides by zero or overflows, rewards are far too large, or training broke the weights"
-        )
+    """Why a trained batch taught nothing, and what to do; "" where it taught something."""
     if not taught_nothing(line):
         return ""
     if not line.get("groups_trained"):

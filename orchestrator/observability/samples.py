@@ -18,8 +18,8 @@ import msgspec
 import structlog
 
 from orchestrator.errors import DataError
-from transport.contracts.messages import Event, GroupScored, rollout_info_decoder
-from transport.contracts.types import Column, GroupId, RowId, Struct, is_evaluation, row_id
+from transport.contracts.messages import Event, GroupScored, OwnPrompt, rollout_info_decoder
+from transport.contracts.types import Column, GroupId, RowId, is_evaluation, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array
 
@@ -36,13 +36,6 @@ MAX_QUESTION_CHARS, MAX_EXPECTED_CHARS = 600, 300
 COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_INFO, Column.REWARD_COMPONENTS)
 ReadOwnPrompt = Callable[[GroupId], Awaitable[bytes | None]]
 """The prompt that an agent brought for a group, as its worker keeps it (keys.own_prompt); None where none did."""
-
-
-class OwnPrompt(Struct, frozen=True, kw_only=True):
-    """What is shown of it: the part of workers/endpoint/sessions.py's that people read."""
-
-    question: str
-    answer: str | int | float | None = None
 
 
 class RecentSamples:

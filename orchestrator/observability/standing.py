@@ -165,12 +165,17 @@ def noting_end(rundir: RunDir) -> Generator[None]:
     finally:
         with suppress(OSError):  # whatever is wrong here must not hide what the run ended by
             if rundir.exists():
-                try:
-                    replace(path, msgspec.json.encode(ended))
-                except OSError:
-                    short = msgspec.structs.replace(ended, why=ended.why[: ROOM_BYTES // 16])  # an escape has 6 bytes
-                    with path.open("r+b") as file:
-                        file.write(msgspec.json.encode(short).ljust(ROOM_BYTES))
+                _leave_word(path, ended)
+
+
+def _leave_word(path: Path, ended: Ended) -> None:
+    """In place of what is there; on a full disk, in its room. Raises OSError."""
+    try:
+        replace(path, msgspec.json.encode(ended))
+    except OSError:
+        short = msgspec.structs.replace(ended, why=ended.why[: ROOM_BYTES // 16])  # an escape has 6 bytes
+        with path.open("r+b") as file:
+            file.write(msgspec.json.encode(short).ljust(ROOM_BYTES))
 
 
 def result_lines(rundir: RunDir) -> list[str]:

@@ -47,11 +47,11 @@ from orchestrator.sim.scenarios import (
     Bound,
     Layout,
     Workload,
-    aided,
     bound,
     drafting_always,
     planned_cost,
     scenario,
+    shortened,
 )
 from orchestrator.sim.simulate import simulate
 from transport.contracts.llms import BF16, Fp8, Llm
@@ -107,7 +107,7 @@ class Job:
     groups: lengths as read from a file.
 
     link_bytes_per_s: between two sites.  recall: of the ranker, None: it knows every prompt's mean length.
-    drafts, fp8: as in ``Layout``, of whatever generates.  probes, deferred: as in ``aided``.
+    drafts, fp8: as in ``Layout``, of whatever generates.  probes, deferred: as in ``shortened``.
     """
 
     llm: Llm
@@ -128,22 +128,11 @@ class Job:
 
     @property
     def settings(self) -> CoreSettings:
-        return aided(PIPELINES[self.pipeline], probes=self.probes, deferred=self.deferred)
-
-    def limit_s(self, least: Bound) -> float:
-        """Of an iteration that no schedule of its pipeline beats."""
-        settings = self.settings
-        return least.iteration_s(settings.max_staleness, defers=settings.defers)
+        return shortened(PIPELINES[self.pipeline], probes=self.probes, deferred=self.deferred)
 
     def dispatch(self, split: Split) -> str:
         """As a run of the split would choose."""
-        settings = self.settings
-        return default_dispatch(
-            max_staleness=settings.max_staleness,
-            update=settings.update,
-            num_workers=split.instances,
-            probes=settings.probes,
-        )
+        return default_dispatch(self.settings, num_workers=split.instances)
 
     @property
     def samples(self) -> int:
@@ -228,7 +217,7 @@ def iteration_s(job: Job, window: Window, split: Split) -> float:
 def _steady_s(log: SimulationLog, window: Window, least: Bound, job: Job) -> float:
     """Of the window, and no less than the bound: a window that ends behind a burst of versions, which were generated
     before it began, is shorter than the same number of iterations in the long run."""
-    return max(log.iteration_s(window.warm_up, window.cool_down), job.limit_s(least))
+    return max(log.iteration_s(window.warm_up, window.cool_down), least.iteration_s(job.settings))
 
 
 def predict(job: Job, window: Window, split: Split) -> Prediction:
@@ -433,7 +422,7 @@ class Bounds:
 
     def iteration_s(self, split: Split) -> float:
         """What no schedule of the job's pipeline beats."""
-        return self._job.limit_s(bound_of(self._job, self._workload, split))
+        return bound_of(self._job, self._workload, split).iteration_s(self._job.settings)
 
     def stages_s(self, split: Split) -> tuple[float, float]:
         """Each stage by itself: generation with even shares, longest first; training without waiting."""

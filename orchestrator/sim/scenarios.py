@@ -154,9 +154,10 @@ def takes_turns(pipeline: CoreSettings) -> bool:
     return pipeline.max_staleness == 0 and pipeline.release == "batch" and pipeline.update is UpdateMode.BARRIER
 
 
-def aided(pipeline: CoreSettings, *, probes: bool = False, deferred: int = 0) -> CoreSettings:
+def shortened(pipeline: CoreSettings, *, probes: bool = False, deferred: int = 0) -> CoreSettings:
     """``pipeline`` with what shortens its tail: a probe of each group, so many groups deferred to the next batch."""
-    return msgspec.structs.replace(pipeline, probes=probes, oversampled_groups=deferred, oversampled_tail="defer")
+    tail = "defer" if deferred else pipeline.oversampled_tail
+    return msgspec.structs.replace(pipeline, probes=probes, oversampled_groups=deferred, oversampled_tail=tail)
 
 
 def scenario(
@@ -278,13 +279,10 @@ class Bound:
     training_s: float
     longest_s: float
 
-    def iteration_s(self, max_staleness: int, *, defers: bool = False) -> float:
-        """max(work / capacity, longest sample alone) of the slower stage."""
-        return max(self.generation_s, self.training_s, self.longest_s / (max_staleness + 1 + defers))
-
-    def in_turn_s(self, *, defers: bool = False) -> float:
-        """Of stages that have the same GPUs in turn."""
-        return max(self.generation_s, self.longest_s / (1 + defers)) + self.training_s
+    def iteration_s(self, pipeline: CoreSettings, *, in_turn: bool = False) -> float:
+        """max(work / capacity, longest sample alone) of the slower stage; of both where they have the same GPUs."""
+        generation_s = max(self.generation_s, self.longest_s / (pipeline.max_staleness + 1 + pipeline.defers))
+        return generation_s + self.training_s if in_turn else max(generation_s, self.training_s)
 
 
 def bound(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) -> Bound:

@@ -122,9 +122,7 @@ def performance(
     return Performance(
         iteration_s=seconds,
         bound=least,
-        bound_s=least.in_turn_s(defers=pipeline.defers)
-        if layout.colocated
-        else least.iteration_s(pipeline.max_staleness, defers=pipeline.defers),
+        bound_s=least.iteration_s(pipeline, in_turn=layout.colocated),
         samples_per_s=workload.batch * workload.group_size / seconds,
         tokens_per_s=log.tokens / iterations / seconds,
         usage={stage: total([usage[track][0] for track in tracks]) for stage, tracks in stages(timeline).items()},

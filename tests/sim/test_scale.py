@@ -69,9 +69,11 @@ def test_recording_and_tracing_change_nothing():
 
 def test_the_best_split_has_the_lowest_bound():
     layouts = [Layout(generation_gpus=gpus, training_gpus=48 - gpus, ranks=1) for gpus in (8, 16)]
-    best_s, best = best_bound(WORKLOAD, layouts, 1)
+    best_s, best = best_bound(WORKLOAD, layouts, PIPELINES["in_flight"])
     assert best in layouts
-    assert best_s == min(bound(WORKLOAD, replace(one, slots=100_000)).iteration_s(1) for one in layouts)
+    assert best_s == min(
+        bound(WORKLOAD, replace(one, slots=100_000)).iteration_s(PIPELINES["in_flight"]) for one in layouts
+    )
 
 
 def test_a_split_without_room_for_the_model_is_refused_by_name():

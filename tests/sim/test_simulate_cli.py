@@ -79,13 +79,17 @@ def test_what_shortens_the_tail_is_simulated_and_named(tmp_path: Path):
     [
         (["--train", "colocated"], ConfigError, "--train: .* as --pipeline serial has it; in_flight trains while"),
         (["--train", "colocated", "--pipeline", "stream"], ConfigError, "stream trains while it generates"),
-        (["--defer", "32"], ConfigError, "--defer: fewer groups than the 32 of a batch"),
-        (["--defer", "2", "--pipeline", "rolling"], ConfigError, "--defer: a rolling --pipeline"),
-        (["--probes"], ConfigError, "--probes: .* needs --group-size above 1"),
+        (
+            ["--defer", "32"],
+            ConfigError,
+            "--defer: pipeline.oversampled_groups must be above 0 .* below",
+        ),
+        (["--defer", "2", "--pipeline", "rolling"], ConfigError, '--defer: pipeline.membership must be "fixed"'),
+        (["--probes"], ConfigError, "--probes: pipeline.probes must be false with pipeline.group_size 1"),
         (
             ["--probes", "--group-size", "2", "--dispatch", "scored"],
             ConfigError,
-            "--dispatch: scored plans before a probe",
+            '--probes: pipeline.dispatch must be "auto"',
         ),
         (["--model", "nope"], ConfigError, "neither a known model"),
         (["--generate", "5xH800", "--tensor-parallel", "4"], ConfigError, "no whole instances of 4"),
@@ -154,7 +158,7 @@ def test_run_plan_and_simulate_choose_the_same_dispatch(pipeline: str, instances
 
 @pytest.mark.parametrize(("instances", "usual"), [(2, "least_loaded"), (3, "paced")])
 def test_plans_are_the_default_where_many_workers_take_versions_in_flight(instances: int, usual: str):
-    asked = {"max_staleness": 1, "update": UpdateMode.IN_FLIGHT, "num_workers": instances}
-    assert default_dispatch(**asked) == usual
-    assert default_dispatch(**asked, ranked=False) == "least_loaded"
-    assert default_dispatch(**asked | {"max_staleness": 0}) == "scored"
+    asked = PipelineSettings(max_staleness=1, update=UpdateMode.IN_FLIGHT)
+    assert default_dispatch(asked, num_workers=instances) == usual
+    assert default_dispatch(asked, num_workers=instances, ranked=False) == "least_loaded"
+    assert default_dispatch(PipelineSettings(max_staleness=0), num_workers=instances) == "scored"

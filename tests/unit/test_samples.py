@@ -26,7 +26,7 @@ from orchestrator.observability.samples import (
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker.base import Commit, GroupWrite, RowWrite
-from transport.contracts.messages import Event, GroupScored, RolloutInfo, encode
+from transport.contracts.messages import Event, GroupScored, OwnPrompt, RolloutInfo, encode
 from transport.contracts.types import (
     Column,
     FinishReason,
@@ -40,7 +40,6 @@ from transport.contracts.types import (
 )
 from transport.rows.columns import RowStore, encode_array
 from workers.endpoint.prompts import BrokerPrompts
-from workers.endpoint.sessions import OwnPrompt
 
 HOSTILE = "<script>hacked = 1</script>\x1b[2J"
 

@@ -100,6 +100,18 @@ class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
     left: bool = False  # it was asked to go, so nothing that it held can be why
 
 
+class OwnPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt that an agent brings: its samples are one group, whatever row of the data that was admitted with.
+
+    id: names it among those of its agent.
+    """
+
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    question: Annotated[str, msgspec.Meta(max_length=100_000)] = ""
+    answer: str | int | float | None = None
+    metadata: dict[str, str | int | float | bool | None] | None = None
+
+
 class PromptRef(Struct, frozen=True, kw_only=True):
     """A prompt as the core sees it: never its text."""
 

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from transport.contracts.messages import OwnPrompt
 from transport.contracts.settings import EndpointSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, SegmentKind, WeightIdentity
 from transport.errors import first_error
@@ -41,7 +42,7 @@ from workers.endpoint.messages import (
     find_tool_calls,
     refused,
 )
-from workers.endpoint.sessions import SESSION_ENDED, End, OwnPrompt, Session, Sessions
+from workers.endpoint.sessions import SESSION_ENDED, End, Session, Sessions
 from workers.endpoint.stream import TurnStream, TurnText
 from workers.environments.encoder import ObservationEncoder
 from workers.environments.transcript import LATER_TURN_PRIORITY, turn_seed

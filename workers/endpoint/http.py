@@ -29,6 +29,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from transport.contracts.messages import OwnPrompt
 from transport.contracts.types import Finite, RunName, Struct, is_evaluation
 from transport.errors import TransientError
 from transport.process.files import replace
@@ -55,7 +56,7 @@ from workers.endpoint.messages import (
     refused,
     text_answer,
 )
-from workers.endpoint.sessions import End, OwnPrompt, Session
+from workers.endpoint.sessions import End, Session
 from workers.endpoint.stream import TurnStream
 from workers.errors import EndpointRefusedError, EndpointSetupError
 

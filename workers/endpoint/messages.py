@@ -102,12 +102,12 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-def _canonical(arguments: str) -> list[str]:
-    """Equal for texts that are the same JSON, whatever their blanks and the order of their keys; else the text."""
+def _canonical(arguments: str) -> str:
+    """Equal for what a template renders alike: the same JSON, whatever its blanks and the order of its keys."""
     try:
-        return ["json", json.dumps(json.loads(arguments), sort_keys=True)]
-    except (ValueError, RecursionError):
-        return ["text", arguments]
+        return json.dumps(_parsed(arguments), sort_keys=True)
+    except RecursionError:  # so deep that it can be read and not written
+        return arguments
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ import msgspec
 
 from transport.broker import keys
 from transport.broker.base import Broker
+from transport.contracts.messages import OwnPrompt
 from transport.contracts.types import GroupId
-from workers.endpoint.sessions import OwnPrompt
 
 KEPT_S = 7 * 24 * 3600.0
 """Longer than a group waits for anything; a finished group needs it no more."""

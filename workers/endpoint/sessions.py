@@ -13,12 +13,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import msgspec
-
+from transport.contracts.messages import OwnPrompt
 from transport.contracts.settings import EndpointSettings
-from transport.contracts.types import GroupId, Struct, is_evaluation
+from transport.contracts.types import GroupId, is_evaluation
 from workers.endpoint.conversation import Conversation
 from workers.errors import EndpointRefusedError
 from workers.generation.engine import GenerationRequest
@@ -26,18 +24,6 @@ from workers.generation.engine import GenerationRequest
 REMEMBERED_ENDS = 4096
 """Sessions whose end a late agent is told; an older one's key is unknown."""
 SESSION_ENDED = "session_ended"
-
-
-class OwnPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A prompt that an agent brings: its samples are one group, whatever row of the data that was admitted with.
-
-    id: names it among those of its agent.
-    """
-
-    id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-    question: Annotated[str, msgspec.Meta(max_length=100_000)] = ""
-    answer: str | int | float | None = None
-    metadata: dict[str, str | int | float | bool | None] | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

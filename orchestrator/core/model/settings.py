@@ -251,30 +251,25 @@ def chosen_dispatch(settings: Settings) -> str:
     if pipeline.dispatch != "auto":
         return pipeline.dispatch
     return default_dispatch(
-        max_staleness=pipeline.max_staleness,
-        update=UpdateMode(pipeline.update),
+        pipeline,
         num_workers=max(generation.num_workers, generation.max_workers),
         ranked=settings.ranker.kind != "none",
-        probes=pipeline.probes,
     )
 
 
-def default_dispatch(
-    *, max_staleness: int, update: UpdateMode, num_workers: int, ranked: bool = True, probes: bool = False
-) -> str:
+def default_dispatch(pipeline: PipelineSettings | CoreSettings, *, num_workers: int, ranked: bool = True) -> str:
     """The policy that "auto" stands for, in `run`, `plan` and `simulate` alike. ranked: lengths are predicted.
 
-    probes: no plan, which would be made before a probe has run.
-
-    Plans pay where a batch is waited for. Where batches overlap, a worker with room takes the next group, and with one
-    or two a plan that holds groups back loses some; with more that take versions in flight, a plan keeps the longest
-    in time. Source: ours, simulated and live (docs/dispatch.md, "The default").
+    With probes there is no plan, which would be made before a probe has run. Else plans pay where a batch is waited
+    for. Where batches overlap, a worker with room takes the next group, and with one or two a plan that holds groups
+    back loses some; with more that take versions in flight, a plan keeps the longest in time. Source: ours, simulated
+    and live (docs/dispatch.md, "The default").
     """
-    if probes:
-        return LEAST_LOADED if max_staleness else PULLED
-    if max_staleness == 0:
+    if pipeline.probes:
+        return LEAST_LOADED if pipeline.max_staleness else PULLED
+    if pipeline.max_staleness == 0:
         return "scored"
-    steady = ranked and update not in (UpdateMode.BARRIER, UpdateMode.TOGETHER) and num_workers >= MANY_WORKERS
+    steady = ranked and pipeline.update not in (UpdateMode.BARRIER, UpdateMode.TOGETHER) and num_workers >= MANY_WORKERS
     return "paced" if steady else LEAST_LOADED
 
 
