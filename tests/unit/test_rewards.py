@@ -6,8 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from transport.contracts.settings import DataSettings, ScoringSettings, Settings
 from workers.errors import RewardError, RewardSetupError
@@ -15,61 +13,13 @@ from workers.scoring.rewards import (
     Reward,
     RewardSpec,
     Scorer,
-    as_number,
     build_reward,
-    extract_answer,
     read_entry,
     read_reward,
     reward_spec,
 )
 
 MARKER = "Answer:"
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("Answer: 7", "7"),
-        ("2 + 5 = 7. answer: 7.", "7"),
-        ("End with 'Answer: 7'.", "7"),
-        ('I say "Answer: 7".', "7"),
-        ("Answer: 3\nno, wait.\nAnswer: 7", "7"),
-        ("Answer: 7\nThat is all.", "7"),
-        ("**Answer:** 7", "7"),
-        ("**Answer: 7**", "7"),
-        ("Answer: $7$", "7"),
-        ("Answer: \\boxed{7}.", "7"),
-        ("Answer: <7>", "7"),
-        ("Answer:\n-7", "-7"),
-        ("Answer: the red fox", "the red fox"),
-        ("\u0130\u0130\u0130 Answer: 55", "55"),  # longer in lower case
-        ("Answer:", None),
-        ("Answer:  \n ", None),
-        ("7", None),
-        ("", None),
-    ],
-)
-def test_the_answer_is_what_follows_the_last_marker(response: str, answer: str | None) -> None:
-    assert extract_answer(response, MARKER) == answer
-
-
-@given(st.text())
-def test_no_response_breaks_the_extraction(response: str) -> None:
-    answer = extract_answer(f"Answer:{response}", MARKER)
-    assert answer is None or (answer and "\n" not in answer)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("7", 7), ("-7.50", -7.5), ("1,000", 1000), ("$12", 12), ("12%", 12), ("+3.", 3), ("\u22125", -5), (".5", 0.5)],
-)
-def test_a_number_is_read_in_its_usual_spellings(text: str, number: float) -> None:
-    assert as_number(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "seven", "1 2", "nan", "inf", "1e5", "--1", "$", "7 apples"])
-def test_other_text_is_no_number(text: str) -> None:
-    assert as_number(text) is None
 
 
 def spec(source: str = "jsonl", **changes: object) -> RewardSpec:
@@ -96,7 +46,7 @@ def test_a_gym_task_is_scored_by_its_own_verifier(
     gym: Scorer, response: str, value: float, well_formed: float, right: float
 ) -> None:
     entry = {"question": "4 - 1 - 7 =", "answer": "-4", "metadata": {"num_terms": 3}}
-    reward = gym("", response, entry)
+    reward = gym("End with 'Answer: <result>'", response, entry)
     assert reward == Reward(value=value, components={"well_formed": well_formed, "right": right})
 
 
@@ -108,6 +58,8 @@ def test_a_gym_task_is_scored_by_its_own_verifier(
         ("1,080", "Answer: 1080", 1.0),
         ("72", "Answer: 71", 0.1),
         ("72", "Answer: seventy-two", 0.0),
+        ("72", "Answer: 72 apples", 1.0),
+        ("72", "Answer: nan", 0.0),
         ("\\frac{1}{2}", "Answer: $\\frac{2}{4}$", 1.0),
         ("Paris", "Answer: paris", 1.0),
         ("Paris", "Answer: Rome", 0.1),

@@ -15,6 +15,7 @@ batch where that as a whole took too long.
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from workers.scoring.child import GRACE_S, ChildProcess, child_environment
 from workers.scoring.code import CodePool
 from workers.scoring.jail import Jail
 from workers.scoring.rewards import (
+    WRONG,
     Failed,
     Ready,
     Reward,
@@ -114,6 +116,9 @@ class RewardChild(ChildProcess):
             raise self._too_slow() from None
         except (OSError, asyncio.IncompleteReadError):
             code = await self.ended()
+            if code == -signal.SIGXCPU and not self._setup.spec.function:
+                log.warning("an answer took too much CPU to compare, and counts as wrong")
+                return [WRONG for _ in samples]
             if time.monotonic() - started_s >= self._setup.timeout_s:
                 raise self._too_slow() from None
             raise RewardError(f"the reward's process ended with {code}") from None

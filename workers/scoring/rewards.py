@@ -11,23 +11,28 @@ for some rewards once an answer: this module imports little.
 
     parent: Setup once, then a ScoreRequest at a time;  child: Ready once, then Scores to each
 
-Owns: extraction, verification, the meaning of what a user's function returns, the child's end of the frames. Never:
+Owns: the own verifiers, the meaning of what a user's function returns, the child's end of the frames. Never:
 when a child starts or ends. Invariant: a reward is a finite number or a RewardError, never a silent zero; every request
-is answered, or the process ends.
+is answered, or the process ends. An answer that a verifier of ours cannot compare in its time is wrong, and no failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import inspect
 import json
-import logging
 import math
-import re
+import resource
+import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
+from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import msgspec
@@ -36,7 +41,9 @@ from transport.contracts.gym_tasks import refusal
 from transport.contracts.settings import ParamValue, Settings, data_parts
 from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import RewardError, RewardSetupError
+from workers.scoring.answers import find_answer
 from workers.scoring.child import frame, own_streams, read_frame
+from workers.scoring.equality import load_mathematics, reads_as_number, same_answer
 from workers.scoring.graders import OUR_GRADERS, Entry, Grade, forbid_code_from_text
 from workers.scoring.jail import confine
 from workers.user_functions.imports import find_in, import_function
@@ -148,41 +155,13 @@ def _grade_of(part: VerifiedPart) -> Grade:
     return _gym_grade(part) if part.source == "reasoning_gym" else _answer_grade()
 
 
-# --- the answer in a response -----------------------------------------------------------------------------------------
-
-DECORATION = "*` '\"\u2018\u2019\u201c\u201d"
-"""Emphasis and quotation marks around an answer: a model that quotes the asked form closes the quote after it."""
+# --- own verifiers ----------------------------------------------------------------------------------------------------
 
 
-def extract_answer(response: str, marker: str) -> str | None:
-    """What follows the last ``marker`` on its line, without the decoration models put around answers.
-
-    The marker is found in any case. Returns None where there is no marker or nothing after it; the next line counts
-    when the marker's own has nothing.
-    """
-    ends = [found.end() for found in re.finditer(re.escape(marker), response, re.IGNORECASE)]
-    if not ends:
-        return None
-    rest = response[ends[-1] :].lstrip(" \t*:=\r\n")
-    line = rest.split("\n", 1)[0].strip()
-    for opening, closing in (("\\boxed{", "}"), ("\\(", "\\)"), ("<", ">"), ("**", "**"), ("$", "$"), ("`", "`")):
-        if line.startswith(opening) and line.endswith((closing, closing + ".")):
-            line = line[len(opening) : line.rindex(closing)].strip()
-    return line.strip(DECORATION).removesuffix(".").strip(DECORATION) or None
-
-
-def as_number(text: str) -> float | None:
-    """The number that ``text`` is: ``1,000``, ``-3.50``, ``$7``, ``12%`` count; None for anything else."""
-    bare = text.strip().lstrip("$€£").rstrip("%").strip().replace("\u2212", "-")
-    return float(bare.replace(",", "")) if re.fullmatch(r"[-+]?(\d[\d,]*\.?\d*|\.\d+)", bare) else None
-
-
-def _gold(entry: Entry) -> str:
+def right_answer(entry: Entry) -> str:
     """The right answer; GSM8K writes its reasoning before ``####``."""
     return str(entry.get("answer", "")).rsplit("####", 1)[-1].strip()
 
-
-# --- own verifiers ----------------------------------------------------------------------------------------------------
 
 UNREADABLE = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
@@ -190,6 +169,40 @@ UNREADABLE = (
 )
 """What graders raise at an answer that they cannot read, so that it is not right. Running out of memory or time is not
 among them: the answer may have been right."""
+
+
+WRONG = Reward(value=0.0, components={"well_formed": 0.0, "right": 0.0})
+"""The reward of an answer that cannot be compared."""
+GRADE_CPU_S = 0.7
+"""CPU seconds of one answer's grade; the slowest right answer takes a tenth of it. What takes longer is not right."""
+KILLED_CPU_S = 3
+"""CPU seconds after which the kernel ends a child whose answer keeps a library's C code busy: a wrong answer, too."""
+
+
+class _OutOfTimeError(BaseException):
+    """An answer took its CPU time. No ``except Exception`` of a library stops it."""
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise _OutOfTimeError in the block after ``seconds`` of CPU; nothing is limited outside of the first thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    armed = True
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if armed:
+            raise _OutOfTimeError
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 10)  # again: what a library swallows comes back
+    try:
+        yield
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade]) -> Scorer:
@@ -201,14 +214,17 @@ def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade]) -> Scorer:
             raise RewardError(
                 f"the task entry is of part {entry.get('part')!r:.60}, which is none of this run's data.mix"
             )
-        if not _gold(entry):
+        if not (right_one := right_answer(entry)):
             raise RewardError("the task entry has no answer to compare with")
-        answer = extract_answer(response, spec.answer_marker)
-        # a number where a number is asked for, or "Answer: <result>" would pay
-        well_formed = answer is not None and (as_number(_gold(entry)) is None or as_number(answer) is not None)
+        asked = spec.answer_marker.casefold() in prompt.casefold()
+        answer = find_answer(response, spec.answer_marker, marker_asked=asked)
+        right = well_formed = False
         try:
-            right = answer is not None and well_formed and grade(answer, entry)
-        except UNREADABLE:
+            with _cpu_limit(GRADE_CPU_S):
+                # a number where a number is asked for, or "Answer: <result>" would pay
+                well_formed = answer is not None and (reads_as_number(answer) or not reads_as_number(right_one))
+                right = answer is not None and well_formed and grade(answer, entry)
+        except (*UNREADABLE, _OutOfTimeError):
             right = False
         value = 1.0 if right else spec.well_formed_reward if well_formed else 0.0
         return Reward(value=value, components={"well_formed": float(well_formed), "right": float(right)})
@@ -229,27 +245,18 @@ def _gym_grade(spec: VerifiedPart) -> Grade:
         dataset = reasoning_gym.create_dataset(task, size=1, seed=0, **params)
     except (ValueError, TypeError, AssertionError) as error:  # it checks its configuration with assert
         raise RewardSetupError(f"reasoning_gym cannot make task {task!r} with {dict(params)}: {error}") from error
+    first = dataset[0]
+    with contextlib.suppress(*UNREADABLE):
+        dataset.score_answer(
+            str(first["answer"]), first
+        )  # imports what it needs, which takes longer than an answer may
     return lambda answer, entry: dataset.score_answer(answer, dict(entry)) >= 1.0
 
 
 def _answer_grade() -> Grade:
-    """Equal as text or as numbers; else equal as mathematics (LaTeX, fractions, intervals)."""
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that we keep time ourselves
-    latex = [LatexExtractionConfig()]  # its other reader hands text to sympy's parser, which evaluates it
-
-    def grade(answer: str, entry: Entry) -> bool:
-        gold = _gold(entry)
-        number, gold_number = as_number(answer), as_number(gold)
-        if gold_number is not None and number is not None:
-            return math.isclose(number, gold_number, rel_tol=1e-9, abs_tol=1e-9)
-        if answer.casefold() == gold.casefold():
-            return True
-        parsed = [parse(f"${text}$", latex, parsing_timeout=0) for text in (gold, answer)]
-        return bool(verify(parsed[0], parsed[1], timeout_seconds=0))
-
-    return grade
+    """The comparison with the entry's answer; loads the libraries of mathematics."""
+    load_mathematics()
+    return lambda answer, entry: same_answer(right_answer(entry), answer)
 
 
 # --- user's functions -------------------------------------------------------------------------------------------------
@@ -449,6 +456,9 @@ def main() -> None:
         forbid_code_from_text()
     answers.write(frame(Ready(takes_batches=isinstance(scorer, UserReward) and scorer.takes_batches)))
     while raw := read_frame(requests):
+        if not setup.spec.function:
+            most = math.ceil(time.process_time()) + KILLED_CPU_S
+            resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         answers.write(frame(_answer(scorer, _request_decoder.decode(raw).samples, setup.timeout_s)))
 
 

@@ -1,0 +1,253 @@
+"""The answer in a response: where it stands, and the text that is left when its wrappers are gone.
+
+    response ─► find_answer: what follows the marker; else the last box, or a response of one line
+                   └─► unwrap: boxes, dollars, emphasis, tags, quotes, a full stop, until none is left
+                          └─► plain: one spelling for signs, spaces, fractions and styles
+
+Owns: extraction and spelling. Never: compares two answers (equality.py). Invariant: the time of an extraction is linear
+in the length of the response.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+
+MAX_ROUNDS = 32
+"""Wrappers within wrappers that are taken off an answer; real answers have at most five."""
+
+DECORATION = "*` '\"\u2018\u2019\u201c\u201d\u00ab\u00bb\u2713\u2714\u2705"
+"""Emphasis, quotation and check marks at either end of an answer: a model that quotes the asked form closes the
+quotation mark after it."""
+STOPS = ".;,\u3002\uff0e"
+"""Punctuation that ends a sentence or a clause."""
+
+PAIRS = (
+    *(("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("```", "```"), ("**", "**"), ("__", "__")),
+    *(("`", "`"), ("<", ">")),
+)
+"""Wrappers with an opening and a closing mark, longer marks first."""
+STYLES = (
+    *("boxed", "fbox", "text", "textbf", "textit", "textrm", "textsf", "texttt", "emph", "mathrm", "mathbf", "mathit"),
+    *("mathsf", "mathtt", "boldsymbol", "bm", "underline", "mbox", "hbox", "operatorname"),
+)
+"""LaTeX commands whose argument is shown as it is, in another font or frame."""
+_STYLED = re.compile(r"\\(?:" + "|".join(STYLES) + r")\*?\s*\{")
+_COLOURED = re.compile(r"\\(?:text)?color\s*\{\s*\w+\s*\}\s*")
+_SIZES = re.compile(
+    r"\\(?:displaystyle|textstyle|tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|it|rm|quad|qquad)(?![A-Za-z])"
+)
+_TAGGED = re.compile(r"<([A-Za-z][\w-]*)>(.*)</\1>", re.DOTALL)
+_LANGUAGE = re.compile(r"```[a-z]*\n")
+
+
+def find_answer(response: str, marker: str, *, marker_asked: bool) -> str | None:
+    """The answer that ``response`` gives, unwrapped; None where it gives none.
+
+    Args:   marker: text before an answer, in any case; the last one counts.
+            marker_asked: the prompt asks for the marker, so that an answer without it is none. Elsewhere the last
+            ``\\boxed{}`` counts, then a response of a single line.
+    """
+    found = extract_answer(response, marker)
+    if found is not None or marker_asked:
+        return found
+    if (boxed := last_box(response)) is not None:
+        return unwrap(boxed) or None
+    text = response.strip()
+    return (unwrap(text) or None) if text and len(text.splitlines()) == 1 else None
+
+
+def extract_answer(response: str, marker: str) -> str | None:
+    """The text behind the last ``marker``, unwrapped, on one line; None where there is no marker or nothing behind it.
+
+    The text ends with its line, or with the wrapper that it opens. The next line counts where the marker's is empty.
+    """
+    ends = [found.end() for found in re.finditer(re.escape(marker), response, re.IGNORECASE)]
+    if not ends:
+        return None
+    rest = response[ends[-1] :].lstrip(" \t*:=\r\n")
+    line = rest.partition("\n")[0]
+    for opening, closing in (*PAIRS[:5], ("\\boxed{", "}"), ("\\begin{", "\\end{")):
+        if line.startswith(opening) and closing not in line[len(opening) :]:
+            inside, closed, behind = rest[len(opening) :].partition(closing)
+            if closed:
+                line = opening + inside + closed + behind.partition("\n")[0]
+            break
+    answer = unwrap(line)
+    if (boxed := last_box(answer)) is not None:
+        answer = unwrap(boxed)
+    return " ".join(answer.split()) or None
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last ``\\boxed{...}`` or ``\\fbox{...}`` whose braces are balanced; None without one."""
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    opened = text.index("{", start)
+    end = closing_brace(text, opened)
+    return text[opened + 1 : end] if end is not None else None
+
+
+def closing_brace(text: str, opened: int) -> int | None:
+    """The index of the brace that closes the one at ``opened``; None where it is never closed."""
+    depth = 0
+    for found in re.finditer(r"\\.|[{}]", text[opened:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return opened + found.start()
+    return None
+
+
+def unwrap(text: str) -> str:
+    """``text`` without the wrappers around all of it, and without a full stop behind it."""
+    for _ in range(MAX_ROUNDS):
+        before = text
+        text = _unwrap_once(text)
+        if text == before:
+            break
+    return text
+
+
+def _unwrap_once(text: str) -> str:
+    text = text.strip()
+    if fenced := _LANGUAGE.match(text):
+        text = "```" + text[fenced.end() :]
+    for opening, closing in PAIRS:
+        inner = text[len(opening) : len(text) - len(closing)]
+        if len(text) >= len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
+            if opening not in inner and closing not in inner:
+                return inner
+            if opening != "<":
+                break  # several wrapped pieces: none of them wraps all
+    if tagged := _TAGGED.fullmatch(text):
+        return tagged[2]
+    text = _COLOURED.sub("", text)
+    if (styled := _STYLED.match(text)) and closing_brace(text, styled.end() - 1) == len(text) - 1:
+        return text[styled.end() : -1]
+    if text.startswith("{") and "," not in text and closing_brace(text, 0) == len(text) - 1:
+        return text[1:-1]
+    stripped = text.strip(DECORATION)
+    stripped = stripped if stripped.endswith("...") else stripped.rstrip(STOPS).removesuffix("\\\\")
+    stripped = stripped.strip(DECORATION)
+    return stripped if stripped.count("$") % 2 == text.count("$") % 2 else text
+
+
+# --- one spelling -----------------------------------------------------------------------------------------------------
+
+_SIGNS = {
+    **dict.fromkeys("\u2212\u2013\u2014\u2010\u2011\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u2002\u2003\u2005\u2006\u2008", " "),
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f", ""),
+    **{"\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u22c5": "\\cdot ", "\u00f7": "/", "\u2044": "/", "\u2215": "/"},
+    **{"\u2264": "\\leq ", "\u2265": "\\geq ", "\u2260": "\\neq ", "\u221e": "\\infty ", "\u222a": "\\cup "},
+    **{"\u2229": "\\cap ", "\u2208": "\\in ", "\u2205": "\\emptyset ", "\u00b1": "\\pm ", "\u03c0": "\\pi "},
+    **{"\u2248": "\\approx ", "\u221a": "\\sqrt ", "\u2220": "\\angle ", "\u2211": "\\sum ", "\u03b8": "\\theta "},
+    **{"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2032": "'", "\u00ba": "\u00b0"},
+}
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_SYNONYMS = {
+    **{"le": "leq", "ge": "geq", "ne": "neq", "leqslant": "leq", "geqslant": "geq", "lt": "<", "gt": ">"},
+    **{
+        "dfrac": "frac",
+        "tfrac": "frac",
+        "cfrac": "frac",
+        "rightarrow": "to",
+        "varnothing": "emptyset",
+        "land": "wedge",
+    },
+    **{"lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]", "lvert": "|", "rvert": "|", "vert": "|"},
+    **{"bmatrix": "pmatrix", "degree": "\u00b0", "degrees": "\u00b0", "mid": "|", "ldots": "...", "dots": "..."},
+    **{"lparen": "(", "rparen": ")", "colon": ":", "infin": "infty", "approxeq": "approx", "cdots": "..."},
+}
+"""LaTeX command -> the one that it is read as; a sign stands for itself."""
+_SILENT = re.compile(
+    r"\\(?:left|right|bigl|bigr|Bigl|Bigr|big|Big|bigg|Bigg|displaystyle|limits|nolimits|middle)(?![A-Za-z])"
+    r"|\\[!]|\\phantom\s*\{?-?\}?"
+)
+_SPACES = re.compile(r"\\(?:[,;:> ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|hspace\{[^{}]*\})|~")
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_CIRCLE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
+_FRACTION = re.compile(r"\\frac\s*(\{|\d|[A-Za-z]|\\[A-Za-z]+)")
+_ROOT = re.compile(r"\\sqrt\s*(\d|[A-Za-z](?![A-Za-z]))")
+_WORDS = re.compile(r"(?<![\\A-Za-z])(sqrt|pi|infinity|infty|theta|alpha|beta)(?![A-Za-z])")
+_BRACED_INDEX = re.compile(r"([\^_])\s*\{\s*(\w)\s*\}")
+_MATRIX = re.compile(r"\{(?:bmatrix|Bmatrix|array|smallmatrix|matrix)\}(?:\{[lcr|]+\})?")
+_NEW_ROW = "\x00"
+"""Stands for the two backslashes that end a row of a matrix."""
+_MARKUP = re.compile(r"</?(?:b|i|em|strong|span|p|br|u|code|sup|sub)\s*/?>", re.IGNORECASE)
+
+
+def plain(text: str) -> str:
+    """``text`` in one spelling: ASCII signs, LaTeX for mathematics, one space between words, styles taken off.
+
+    ``\\dfrac12 \\text{ cm}²`` becomes ``\\frac{1}{2} cm ^2``; a comma that LaTeX hides (``{,}``) becomes a comma.
+    """
+    text = _signs(text).replace("\\\\", _NEW_ROW)
+    for _ in range(MAX_ROUNDS):
+        found = _STYLED.search(text)
+        end = closing_brace(text, found.end() - 1) if found else None
+        if found is None or end is None:
+            break
+        text = f"{text[: found.start()]} {text[found.end() : end]} {text[end + 1 :]}"
+    text = _SIZES.sub(" ", _COLOURED.sub("", text))
+    text = text.replace("{,}", ",").replace(",\\!", ",")
+    text = _SPACES.sub(" ", _SILENT.sub("", text)).replace("\\$", "$").replace("\\%", "%").replace("\\ ", " ")
+    text = _CIRCLE.sub("\u00b0", text)
+    text = _COMMAND.sub(_synonym, text)
+    text = _WORDS.sub(lambda found: "\\" + {"infinity": "infty"}.get(found[1], found[1]), text)
+    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = _ROOT.sub(r"\\sqrt{\1}", text.replace("**", "^").replace("<=", "\\leq ").replace(">=", "\\geq "))
+    text = _BRACED_INDEX.sub(r"\1\2", _braced_fractions(_MATRIX.sub("{pmatrix}", text)))
+    return " ".join(text.split()).replace(_NEW_ROW, "\\\\")
+
+
+def _signs(text: str) -> str:
+    text = html.unescape(_MARKUP.sub("", text)) if "&" in text or "<" in text else text
+    text = _RAISED.sub(lambda found: _raised("".join(map(_SUPERSCRIPTS.__getitem__, found[0]))), text)
+    text = _LOWERED.sub(lambda found: "_" + "".join(map(_SUBSCRIPTS.__getitem__, found[0])), text)
+    text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = text.translate({ord(sign): ascii_sign for sign, ascii_sign in _SIGNS.items()})
+    text = unicodedata.normalize("NFKC", text) if not text.isascii() else text
+    digits = (str(unicodedata.digit(one)) if one.isdigit() and not one.isascii() else one for one in text)
+    return text if text.isascii() else "".join(digits).replace("\u2044", "/").replace("\u2212", "-")
+
+
+def _raised(exponent: str) -> str:
+    return f"^{{{exponent}}}" if len(exponent) > 1 else f"^{exponent}"
+
+
+def _synonym(found: re.Match[str]) -> str:
+    name = _SYNONYMS.get(found[1])
+    if name is None:
+        return found[0]
+    return f"\\{name}" if name.isalpha() else name
+
+
+def _braced_fractions(text: str) -> str:
+    """``\\frac12`` and ``\\frac1{2}`` with braces around both parts."""
+    position = 0
+    while (found := _FRACTION.search(text, position)) is not None:
+        head, tail = text[: found.start()], text[found.end() - len(found[1]) :]
+        parts: list[str] = []
+        for _ in range(2):
+            tail = tail.lstrip()
+            if tail.startswith("{"):
+                end = closing_brace(tail, 0)
+                if end is None:
+                    return text
+                part, tail = tail[1:end], tail[end + 1 :]
+            else:
+                one = re.match(r"\\[A-Za-z]+|.", tail)
+                if one is None:
+                    return text
+                part, tail = one[0], tail[one.end() :]
+            parts.append(part.strip())
+        text = f"{head}\\frac{{{parts[0]}}}{{{parts[1]}}}{tail}"
+        position = found.start() + len("\\frac")
+    return text
