@@ -24,7 +24,7 @@ from orchestrator.cli.control import open_run
 from orchestrator.errors import printable
 from orchestrator.http import page_links
 from orchestrator.observability.http.status import read_status
-from orchestrator.observability.live import batch_line, blocked_line, progress, ranker_line, scaling_line
+from orchestrator.observability.live import aside_lines, batch_line, blocked_line, progress, ranker_line, scaling_line
 from orchestrator.observability.metrics import read_file
 from orchestrator.observability.standing import Standing, State, read_standing
 from transport.broker import keys
@@ -230,6 +230,7 @@ def snapshot_view(snapshot: BrokerSnapshot) -> Group:
     where = f"{progress(status)}{weights}  " if status else ""
     lines = [f"{where}{snapshot.retained_bytes / 1e6:.1f} MB of rows retained"]
     shown = {"ranker": ranker_line, "scaling": scaling_line, "blocked": blocked_line}
+    lines += aside_lines(status)
     lines += [line for name, say in shown.items() if (part := status.get(name)) and (line := say(part))]
     letters: list[str] = []
     for letter in snapshot.letters:

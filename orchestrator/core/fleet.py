@@ -44,7 +44,12 @@ def load_newest(p: Pipeline) -> None:
     for worker in p.fleet.loads_due(p.settings.update):
         worker.loading = p.fleet.newest
         worker.load_deadline_s = p.now_s + p.settings.rollout_timeout_s
-        command = LoadWeights(worker_id=worker.worker_id, weights=p.fleet.newest, full_precision=p.precision.reason)
+        command = LoadWeights(
+            worker_id=worker.worker_id,
+            weights=p.fleet.newest,
+            full_precision=p.precision.reason,
+            aside_s=p.now_s - worker.aside_s if worker.aside_s is not None else None,
+        )
         p.outbox.emit_until(LoadKey(worker.worker_id), command)
 
 
@@ -61,29 +66,33 @@ def _serve(p: Pipeline, worker: Worker, weights: WeightIdentity) -> None:
     if p.fleet.behind(worker):
         p.fleet.loads_pending = True  # else no worker has become due to load: a thousand reports cost no look at all
     else:
-        worker.load_failures = 0  # also of a load that was given up on and ended after all
+        worker.note_load()  # also of a load that was given up on and ended after all
     if worker.loading is not None and age(worker.loaded) >= age(worker.loading):
         worker.loading = None
-        worker.load_failures = 0
+        worker.note_load()
         p.outbox.confirm(LoadKey(worker.worker_id))
 
 
 def weights_failed(p: Pipeline, event: WeightsFailed) -> None:
     worker = p.fleet.workers.get(event.worker_id)
     if worker is not None and worker.loading is not None and age(worker.loading) == age(event.weights):
-        _give_up(p, worker)
+        _give_up(p, worker, event.reason)
 
 
 def expire_loads(p: Pipeline) -> None:
+    """Give up loads without an answer, and end the pauses of workers that stand aside."""
     for worker in p.fleet.workers.values():
         if worker.loading is not None and worker.load_deadline_s <= p.now_s:
-            _give_up(p, worker)
+            _give_up(p, worker, f"the worker did not answer within {p.settings.rollout_timeout_s:g} s")
+    p.fleet.end_pauses(p.now_s)
 
 
-def _give_up(p: Pipeline, worker: Worker) -> None:
-    """The load is retried a few times; another worker may be next to load meanwhile."""
-    worker.loading = None
-    worker.load_failures += 1
+def _give_up(p: Pipeline, worker: Worker, reason: str) -> None:
+    """The load failed. It is retried: a few times at once, then with growing pauses while the worker stands aside.
+
+    Another worker may be next to load meanwhile.
+    """
+    worker.note_failed_load(reason, p.now_s)
     p.fleet.loads_pending = True
     p.outbox.confirm(LoadKey(worker.worker_id))
 

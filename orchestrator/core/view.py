@@ -24,6 +24,7 @@ from orchestrator.core.dispatch.handout import gathers
 from orchestrator.core.model.groups import MISSING, NO_PROBE, Group, Lane, Stage
 from orchestrator.core.model.pipeline import Pipeline, Wait, WaitStage, is_saved
 from orchestrator.core.model.settings import changeable
+from orchestrator.core.model.workers import Worker
 from orchestrator.core.rollout.lifecycle import is_fresh
 from transport.contracts.messages import RankerJudged
 from transport.contracts.types import GroupId, RowId, WeightIdentity, WorkerId, WorkerKind, row_id
@@ -42,7 +43,11 @@ class BatchView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation worker. healthy: whether it can be expected to generate."""
+    """One generation worker. healthy: whether it can be expected to generate.
+
+    aside_s: seconds for which it has stood aside, without groups, because its loads failed; None: it does not.
+    load_failures: in a row.  load_reason: why the last of them failed.
+    """
 
     worker_id: WorkerId
     capacity: int
@@ -51,6 +56,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     loaded: WeightIdentity | None
     loading: WeightIdentity | None
     healthy: bool
+    aside_s: float | None = None
+    load_failures: int = 0
+    load_reason: str = ""
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +207,9 @@ def view(pipeline: Pipeline) -> PipelineView:
                 loaded=worker.loaded,
                 loading=worker.loading,
                 healthy=worker.healthy,
+                aside_s=round(p.now_s - worker.aside_s, 1) if worker.aside_s is not None else None,
+                load_failures=worker.load_failures,
+                load_reason=worker.load_reason,
             )
             for worker in p.fleet.workers.values()
         ),
@@ -367,7 +378,9 @@ def current_wait(p: Pipeline) -> Wait | None:
         or _batch_in_training(p)
         or _wait(p, "deciding", "something unknown: this is a bug", "orchestrator")
     )
-    return p.wait if found is not None and p.wait is not None and found.is_same(p.wait) else found
+    if found is not None and p.wait is not None and found.is_same(p.wait):
+        return msgspec.structs.replace(found, since_s=p.wait.since_s)
+    return found
 
 
 def _wait(p: Pipeline, stage: WaitStage, waits_for: str, owner: str) -> Wait:
@@ -480,8 +493,7 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
         return _wait(p, "generation", "a generation worker to join", WorkerKind.GENERATE.value)
     healthy = [worker for worker in workers if worker.healthy]
     if not healthy:
-        names = _names(worker.worker_id for worker in workers)
-        return _wait(p, "weights", f"weights {fleet.newest} to be loaded, which failed everywhere", names)
+        return _aside(p, [worker for worker in workers if not worker.draining])
     batch = pending[0].batch
     if p.plans.awaits(batch, p.now_s):
         return _wait(p, "deciding", f"the plan of {_place(p, batch)}", "orchestrator")
@@ -497,6 +509,16 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
         return _wait(p, "weights", pinned, _names(worker.worker_id for worker in kept))
     loading = [worker for worker in healthy if worker.loading is not None] or healthy
     return _wait(p, "weights", f"weights {fleet.newest} to be loaded", _names(worker.worker_id for worker in loading))
+
+
+def _aside(p: Pipeline, workers: Sequence[Worker]) -> Wait:
+    """No worker can take a group: those that stay stand aside, and are asked to load again and again."""
+    if not workers:
+        return _wait(p, "generation", "a generation worker to join, since all leave", WorkerKind.GENERATE.value)
+    names = _names(worker.worker_id for worker in workers)
+    failed = f"weights {p.fleet.newest} to be loaded, which failed everywhere and is tried again"
+    why = next((worker.load_reason for worker in workers if worker.load_reason), "")
+    return msgspec.structs.replace(_wait(p, "weights", failed, names), why=why, retried=True)
 
 
 def _count(p: Pipeline, groups: Sequence[Group]) -> str:

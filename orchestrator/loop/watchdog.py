@@ -1,7 +1,8 @@
 """No progress is an event too: after one limit it is said everywhere, after a second it stops the run.
 
     progress ──► still for warn_s ──► log, status (``blocked``), terminal: stage, what it waits for, since when, who
-                 still for stall_s ──► StalledError: exit code 3, everything kept for --resume
+                 still for stall_s ──► StalledError: exit code 3, everything kept for --resume; where all that it
+                                       waits for lives and is asked again, RETRIED_STALLS times as late
     most groups get no rewards: these fail, or their samples cannot be generated
                  ──► RunFailedError: training on the rest would be called a success
 
@@ -30,7 +31,9 @@ from transport.process.clock import Clock
 log = structlog.get_logger(__name__)
 
 SCORED_GROUPS, MIN_FAILED_GROUPS = 32, 8
-"""A run is judged by its last SCORED_GROUPS groups; sooner only where all of the first MIN_FAILED_GROUPS failed."""
+"""Groups. A run is judged by its last SCORED_GROUPS groups; sooner only where all of the first MIN_FAILED_GROUPS failed."""
+RETRIED_STALLS = 3
+"""Times ``stall_s`` for which a run waits for workers that live and are asked again: their network may come back."""
 NO_PROGRESS = (
     messages.Tick,
     messages.BrokerUsage,
@@ -61,7 +64,8 @@ def shown_wait(wait: Wait | None, now_s: float) -> dict[str, Any] | None:
     if wait is None:
         return None
     waited_s = round(max(0.0, now_s - wait.since_s), 1)
-    return {"stage": wait.stage, "waits_for": wait.waits_for, "owner": wait.owner, "waited_s": waited_s}
+    why = {"why": wait.why} if wait.why else {}
+    return {"stage": wait.stage, "waits_for": wait.waits_for, "owner": wait.owner, "waited_s": waited_s, **why}
 
 
 class Watchdog:
@@ -115,7 +119,7 @@ class Watchdog:
         if state.paused or wait is None:
             self._progress_s = self._clock.now_s()
             return
-        if still_s >= self._liveness.stall_s:
+        if still_s >= self._liveness.stall_s * (RETRIED_STALLS if wait.retried else 1):
             raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}{self._not_started()}")
         if still_s < self._liveness.warn_s:
             return

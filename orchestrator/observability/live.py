@@ -25,6 +25,7 @@ from transport.broker import keys
 from transport.contracts.messages import STARTING
 
 QUEUES_SHOWN = 6
+ASIDE_SHOWN = 4
 
 
 class View(Protocol):
@@ -246,10 +247,30 @@ def gap_line(scaling: Mapping[str, Any]) -> str:
 
 def blocked_line(blocked: Mapping[str, Any]) -> str:
     """``status["blocked"]`` as a line: the stage, what it waits for, who should act, for how long nothing came."""
+    why = f" ({blocked['why']})" if blocked.get("why") else ""
     return (
-        f"blocked: {blocked['stage']} waits for {blocked['waits_for']}; to act: {blocked['owner']}; "
+        f"blocked: {blocked['stage']} waits for {blocked['waits_for']}; to act: {blocked['owner']}{why}; "
         f"no progress for {blocked['still_s']:.0f} s"
     )
+
+
+def aside_workers(status: Mapping[str, Any]) -> list[str]:
+    return [worker["worker_id"] for worker in status.get("generation", ()) if worker.get("aside_s") is not None]
+
+
+def aside_lines(status: Mapping[str, Any]) -> list[str]:
+    """Generation workers that stand aside, a line each: for how long, and why."""
+    return [
+        f"{worker['worker_id']} stands aside since {duration(worker['aside_s'])}: it cannot load "
+        f"{_newest(status)} ({worker['load_reason']}); it is asked again"
+        for worker in status.get("generation", ())
+        if worker.get("aside_s") is not None
+    ]
+
+
+def _newest(status: Mapping[str, Any]) -> str:
+    newest = status.get("newest")
+    return f"weights e{newest['epoch']}v{newest['version']}" if newest else "weights"
 
 
 def trouble_line(status: Mapping[str, Any]) -> str:
@@ -270,6 +291,7 @@ class PlainView:
         self._time_left = TimeLeft()
         self._blocked: tuple[str, ...] = ()
         self._said: dict[str, str] = {}
+        self._aside = set[str]()
 
     def note(self, text: str) -> None:
         print(printable(text), flush=True)
@@ -283,12 +305,22 @@ class PlainView:
         self._note_change("scaling", scaling_line(status["scaling"]) if status.get("scaling") else "")
         self._note_change("gap", gap_line(status["scaling"]) if status.get("scaling") else "")
         self._note_change("trouble", trouble_line(status))
+        self._note_aside(status)
         blocked = status.get("blocked")
         named = tuple(str(blocked[name]) for name in ("stage", "waits_for", "owner")) if blocked else ()
         if named == self._blocked:
             return
         self._blocked = named
         self.note(blocked_line(blocked) if blocked else "it goes on")
+
+    def _note_aside(self, status: Mapping[str, Any]) -> None:
+        """Each worker that stands aside once, and that it does no more."""
+        lines = dict(zip(aside_workers(status), aside_lines(status), strict=True))
+        for worker in lines.keys() - self._aside:
+            self.note(lines[worker])
+        for worker in self._aside - lines.keys():
+            self.note(f"{worker} stands aside no more")
+        self._aside = set(lines)
 
     def _note_change(self, what: str, text: str) -> None:
         if text != self._said.get(what, ""):
@@ -360,6 +392,7 @@ def _headline(status: Mapping[str, Any], left_s: float | None) -> list[Text]:
         ("queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"), "dim"),
         (ranker_line(status["ranker"]) if status.get("ranker") else "", "dim"),
         (scaling_line(status["scaling"]) if status.get("scaling") else "", ""),
+        *((line, "yellow") for line in aside_lines(status)[:ASIDE_SHOWN]),
         (blocked_line(blocked) if blocked else "", "bold red"),
     ]
     shown = (Text(printable(text), style=style, overflow="fold") for text, style in lines if text)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from orchestrator.core.model.groups import MISSING, NO_PROBE, Batch, BrokenInvariantError, Group, Lane, Stage
 from orchestrator.core.model.outbox import DispatchKey
 from orchestrator.core.model.pipeline import Pipeline
-from orchestrator.core.model.workers import Worker
+from orchestrator.core.model.workers import MAX_PAUSE_S, Worker
 from transport.contracts.messages import TrainRound
 from transport.contracts.types import batch_of
 
@@ -66,10 +66,12 @@ def _links(p: Pipeline) -> Iterator[str]:
         load = sum(group.num_asked * group.expected_tokens for group in held)
         if abs(worker.predicted_load - load) > 1e-6 * max(1.0, load):
             yield f"{worker.worker_id} counts {worker.predicted_load} tokens to come, its groups expect {load}"
+        if worker.retry_at_s > p.now_s + MAX_PAUSE_S or worker.stands_aside != (worker.aside_s is not None):
+            yield f"{worker.worker_id} failed {worker.load_failures} times, aside since {worker.aside_s}"
         if worker.evaluating != sum(group.lane is Lane.EVAL for group in held):
             yield f"{worker.worker_id} counts {worker.evaluating} attempts of evaluations, it holds others"
-        waits = worker.loading is not None or p.fleet.keeps(worker)
-        if not p.fleet.loads_pending and p.fleet.behind(worker) and worker.healthy and not waits:
+        waits = worker.loading is not None or p.fleet.keeps(worker) or worker.retry_at_s > 0
+        if not p.fleet.loads_pending and p.fleet.behind(worker) and not worker.draining and not waits:
             yield f"{worker.worker_id} was not sent to load {p.fleet.newest}"
 
 

@@ -433,16 +433,8 @@ class PipelineWorld(ObeyedPipeline):
             if self.finished:
                 return
             self.now_s += 0.0 if number < PATIENCE else 10.0
-            if number == PATIENCE:
-                self._restart_who_cannot_load()
             self.turn()
         raise AssertionError(f"the run hangs: {self.state.view()}")
-
-    def _restart_who_cannot_load(self) -> None:
-        """What a person does where loads failed everywhere and the run may ask for no more workers."""
-        scaling, workers = self.settings.scaling, self.state.view().workers
-        if scaling is not None and len(workers) >= scaling.max_workers and not any(one.healthy for one in workers):
-            self.lose_worker(next(iter(self.workers)))
 
     def turn(self) -> None:
         """Everyone does all they can once."""
@@ -458,7 +450,7 @@ class PipelineWorld(ObeyedPipeline):
             self.lose_worker(worker_id)
         view = self.state.view()
         elastic = self.settings.scaling is not None and view.trained_version > 0  # then the run asks for workers itself
-        if not elastic and not any(worker.healthy for worker in view.workers):
+        if not elastic and not view.workers:
             self.join()
         self.answer_requests()
         while self.plan_requests:

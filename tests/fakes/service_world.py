@@ -185,7 +185,7 @@ class ServiceWorld(PipelineWorld):
         self.supervise()
         if not self.weights.epoch:
             self.publish()
-        if not any(worker.healthy for worker in self.state.view().workers):
+        if not self.state.view().workers:
             self.join()
         for worker_id in list(self.workers):
             self._work(worker_id)

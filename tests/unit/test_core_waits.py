@@ -66,7 +66,7 @@ def test_weights_are_not_loaded():
     assert said(world) == ("weights", "weights e1v0 to be loaded", W0)
     for _ in range(MAX_LOAD_ATTEMPTS):
         world.load(W0, fails=True)
-    assert said(world) == ("weights", "weights e1v0 to be loaded, which failed everywhere", W0)
+    assert said(world) == ("weights", "weights e1v0 to be loaded, which failed everywhere and is tried again", W0)
 
 
 def test_weights_of_the_next_batch_are_not_loaded():

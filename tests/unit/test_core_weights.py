@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from orchestrator.core.model.settings import CoreSettings, ScalingSettings
-from orchestrator.core.model.workers import MAX_LOAD_ATTEMPTS
+from orchestrator.core.model.workers import MAX_LOAD_ATTEMPTS, MAX_PAUSE_S
+from orchestrator.core.state import PipelineState
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import LoadWeights, StepDone, Tick, WeightsLoaded, WorkerLost
 from transport.contracts.types import UpdateMode, WeightIdentity, WorkerId
@@ -144,6 +146,77 @@ def test_loads_are_retried_a_few_times_and_again_with_the_next_version():
     while world.trainer.version < 2:
         world.train()
     assert W0 in told_to_load(world)
+
+
+def asked_at(world: PipelineWorld, worker_id: WorkerId, until_s: float) -> list[float]:
+    """Seconds from now at which the worker is asked to load, which fails each time, with a tick each half second."""
+    asked, begun_s = list[float](), world.now_s
+    while world.now_s < begun_s + until_s:
+        if world.workers[worker_id].to_load is not None:
+            asked.append(world.now_s - begun_s)
+            world.load(worker_id, fails=True)
+            continue
+        world.now_s += 0.5
+        world.tell(Tick())
+    return asked
+
+
+def test_a_worker_that_cannot_load_is_asked_for_ever_with_growing_pauses():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    assert asked_at(world, W0, 40.0) == [0, 0, 0, 1, 3, 7, 15, 23, 31, 39]
+    assert len(asked_at(world, W0, 600.0)) >= 600 / MAX_PAUSE_S - 1, "nobody is given up for good"
+    (aside,) = [worker for worker in world.state.view().workers if worker.worker_id == W0]
+    assert (aside.worker_id, aside.healthy, aside.aside_s) == (W0, False, 640.0)
+    assert aside.load_failures > MAX_LOAD_ATTEMPTS
+    assert aside.load_reason
+    world.state = PipelineState.restore(world.state.snapshot())
+    while world.workers[W0].to_load is None:
+        world.now_s += 0.5
+        world.tell(Tick())
+    world.load(W0)
+    (back,) = [worker for worker in world.state.view().workers if worker.worker_id == W0]
+    assert (back.healthy, back.aside_s, back.load_failures) == (True, None, 0)
+
+
+def test_a_worker_that_stands_aside_is_asked_at_once_for_newer_weights_and_its_pauses_begin_anew():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    asked_at(world, W0, 30.0)
+    assert W0 not in told_to_load(world), "it is in a pause"
+    finish_all(world, W0)
+    world.load(W1)
+    finish_all(world, W1)
+    while world.unscored:
+        world.score()
+    while world.trainer.version < 2:
+        world.train()
+    assert world.workers[W0].to_load == WeightIdentity(epoch=1, version=2)
+    assert [worker.healthy for worker in world.state.view().workers if worker.worker_id == W0] == [False]
+    assert asked_at(world, W0, 8.0) == [0, 2, 6]
+
+
+def test_a_snapshot_of_before_there_were_pauses_gives_nobody_up():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    asked_at(world, W0, 0.5)
+    fields = msgspec.msgpack.decode(world.state.snapshot())
+    worker = fields["fleet"]["workers"][W0]
+    for name in ("retry_at_s", "load_reason", "aside_s"):
+        worker.pop(name, None)
+    fields["fleet"]["loads_pending"] = False
+    world.state = PipelineState.restore(msgspec.msgpack.encode(fields))
+    world.now_s += 1.0
+    world.tell(Tick())
+    assert W0 in told_to_load(world)
+
+
+@pytest.mark.parametrize("update", list(UpdateMode))
+def test_a_run_whose_workers_all_stood_aside_goes_on_once_they_can_load(update):
+    world = world_at_first_step(update)
+    for worker_id in (W0, W1):
+        finish_all(world, worker_id)
+    for _ in range(4):
+        for worker_id in (W0, W1):
+            asked_at(world, worker_id, 30.0)
+    world.run_to_end()
 
 
 def test_a_load_that_ends_after_it_was_given_up_on_counts():

@@ -492,11 +492,13 @@ class LoadWeights(Struct, frozen=True, kw_only=True, tag=True):
     """Load ``weights`` (their manifest is on the weights log) and serve them.
 
     full_precision: why nothing may be held in fp8 from now on; empty: as the run is set.
+    aside_s: seconds for which the worker has stood aside: its loads failed, so it gets no groups; None: it does not.
     """
 
     worker_id: WorkerId
     weights: WeightIdentity
     full_precision: str = ""
+    aside_s: float | None = None
 
 
 class DrainWorker(Struct, frozen=True, kw_only=True, tag=True):

@@ -366,7 +366,7 @@ class GenerationWorker:
         load = self._engine.load()
         at_work = "decoding" if load.running else "waiting"
         return Activity(
-            doing="loading" if self._updates.loading else at_work,
+            doing="standing aside" if self._updates.stands_aside else "loading" if self._updates.loading else at_work,
             capacity=load.capacity or self._info.capacity,
             busy_s=load.busy_s,
             running=load.running,
@@ -585,6 +585,7 @@ class GenerationWorker:
             if newest is not None:
                 if newest.full_precision:
                     await self._engine.use_full_precision(newest.full_precision)
+                self._updates.note_aside(newest.aside_s)
                 event = await self._updates.load(newest.weights)
                 await self._report_event(event, weights=str(newest.weights))
 

@@ -130,6 +130,16 @@ class WeightUpdates:
         self._awaited: WeightIdentity | None = None  # what a load is to make the engine serve
         self.served: WeightIdentity | None = None
         self.loading = False
+        self.stands_aside = False
+        """Whether the orchestrator gives this worker no groups, since its loads failed."""
+
+    def note_aside(self, aside_s: float | None) -> None:
+        """aside_s: of the command that follows (LoadWeights)."""
+        if aside_s is not None and not self.stands_aside:
+            log.warning(
+                "standing aside: no groups come until new weights are loaded", since_s=round(aside_s, 1), tried="again"
+            )
+        self.stands_aside = aside_s is not None
 
     @property
     def way(self) -> str:
@@ -256,6 +266,9 @@ class WeightUpdates:
                     finally:
                         pulled.close()
                     self.served = weights
+                    if self.stands_aside:
+                        log.info("standing aside no more: weights are loaded", weights=str(weights))
+                    self.stands_aside = False
                     faults.point("generate.weights_loaded")
         except LOAD_FAILURES as error:
             log.warning("weights not loaded", weights=str(weights), reason=str(error))

@@ -390,18 +390,22 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     """What the pipeline waits for. owner: who should act, worker ids where they are known, else a role.
 
     since_s: on the run's clock, when the wait became this one; progress within a stage makes it another one.
+    why: what the owner said last, "" where nothing is known.  retried: the owner lives, and is asked again and again.
     """
 
     stage: WaitStage
     waits_for: str
     owner: str
     since_s: float
+    why: str = ""
+    retried: bool = False
 
     def is_same(self, other: Wait) -> bool:
         return (self.stage, self.waits_for, self.owner) == (other.stage, other.waits_for, other.owner)
 
     def __str__(self) -> str:
-        return f"{self.stage} waits for {self.waits_for}; to act: {self.owner}"
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.stage} waits for {self.waits_for}; to act: {self.owner}{why}"
 
 
 class Pipeline(msgspec.Struct, kw_only=True):

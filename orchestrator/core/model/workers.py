@@ -18,13 +18,25 @@ from orchestrator.core.model.groups import EVAL, NO_WORKER, Group, PendingEntry
 from transport.contracts.types import GroupId, UpdateMode, WeightIdentity, WorkerId, WorkerKind
 
 MAX_LOAD_ATTEMPTS = 3
-"""Failed loads of one version after which a worker gets no more groups until there is a newer version."""
+"""Failed loads in a row after which a worker stands aside: it gets no groups until a load succeeds."""
+MAX_PAUSE_S = 8.0
+"""Seconds between two loads of a worker that stands aside, at most. After a network is whole again, a load that is
+under way fails within 16 s (its last SYN was lost) or succeeds, so a longer pause would make the worker the late one."""
+
+
+def pause_s(num_failures: int) -> float:
+    """Seconds before the next load after ``num_failures`` in a row: none at first, then 1, 2, 4, at most MAX_PAUSE_S."""
+    if num_failures < MAX_LOAD_ATTEMPTS:
+        return 0.0
+    return min(MAX_PAUSE_S, 2.0 ** min(num_failures - MAX_LOAD_ATTEMPTS, 16))
 
 
 class Worker(msgspec.Struct, kw_only=True):
     """One generation worker.
 
     capacity: samples it decodes at once.  loaded: weights it serves.  loading: weights that it was sent to load.
+    load_failures: loads that failed since the last one that succeeded.  load_reason: why the last of them failed.
+    retry_at_s: when it is asked to load again, 0: at once.  aside_s: since when it stands aside, None: it does not.
     groups: dispatched to it and not finished.  evaluating: how many of them are of the eval lane.
     in_flight: samples expected of them.  predicted_load: their tokens.
     batch: newest batch it was given groups of.  aborting: groups that it should stop, not yet seen stopped.
@@ -38,6 +50,9 @@ class Worker(msgspec.Struct, kw_only=True):
     loading: WeightIdentity | None = None
     load_deadline_s: float = 0.0
     load_failures: int = 0
+    load_reason: str = ""
+    retry_at_s: float = 0.0
+    aside_s: float | None = None
     groups: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
     evaluating: int = 0
     in_flight: int = 0
@@ -49,7 +64,23 @@ class Worker(msgspec.Struct, kw_only=True):
 
     @property
     def healthy(self) -> bool:
-        return self.load_failures < MAX_LOAD_ATTEMPTS and not self.draining
+        return not self.stands_aside and not self.draining
+
+    @property
+    def stands_aside(self) -> bool:
+        return self.load_failures >= MAX_LOAD_ATTEMPTS
+
+    def note_failed_load(self, reason: str, now_s: float) -> None:
+        self.loading = None
+        self.load_failures += 1
+        self.load_reason = reason
+        if self.stands_aside:
+            self.retry_at_s = now_s + pause_s(self.load_failures)
+            self.aside_s = now_s if self.aside_s is None else self.aside_s
+
+    def note_load(self) -> None:
+        """A load succeeded, or nothing is left to load."""
+        self.load_failures, self.load_reason, self.retry_at_s, self.aside_s = 0, "", 0.0, None
 
     def take(self, group: Group) -> None:
         self.groups[group.group_id] = None
@@ -106,11 +137,15 @@ class Fleet(msgspec.Struct, kw_only=True):
     pin_wanted: bool = False
 
     def publish(self, weights: WeightIdentity) -> None:
-        """Newer weights exist: every worker gets a fresh chance to load."""
+        """Newer weights exist: every worker is asked at once, and pauses begin anew.
+
+        One that stands aside does so until it loads them: what keeps it from one version mostly keeps it from the next.
+        """
         self.newest = weights
         self.loads_pending = True
         for worker in self.workers.values():
-            worker.load_failures = 0
+            worker.load_failures = MAX_LOAD_ATTEMPTS if worker.stands_aside else 0
+            worker.retry_at_s = 0.0
 
     def pin_to(self, weights: WeightIdentity | None, *, wanted: bool) -> None:
         """An evaluation needs workers that serve ``weights``, None: no more. wanted: also those without an attempt."""
@@ -154,9 +189,20 @@ class Fleet(msgspec.Struct, kw_only=True):
         waiting = any(self._may_load(worker) for worker in self.workers.values())
         self.loads_pending = bool(self.next_to_load) or waiting
 
+    def end_pauses(self, now_s: float) -> None:
+        """Workers whose pause is over may be asked to load again."""
+        for worker in self.workers.values():
+            if worker.stands_aside and worker.aside_s is None:  # a snapshot of before there were pauses
+                worker.aside_s = now_s
+            if worker.stands_aside and worker.loading is None and worker.retry_at_s <= now_s:
+                worker.retry_at_s = 0.0
+                self.loads_pending = True
+
     def _may_load(self, worker: Worker) -> bool:
-        """Behind, healthy, and not already loading something of this epoch."""
-        if self.newest is None or not worker.healthy or not self.behind(worker) or self.keeps(worker):
+        """Behind, there to stay, not in a pause, and not already loading something of this epoch."""
+        if self.newest is None or worker.draining or worker.retry_at_s:
+            return False
+        if not self.behind(worker) or self.keeps(worker):
             return False
         return worker.loading is None or worker.loading.epoch != self.newest.epoch
 
@@ -166,6 +212,8 @@ class Fleet(msgspec.Struct, kw_only=True):
             return True
         if worker.loaded.epoch != self.newest.epoch:
             return True
+        if worker.stands_aside:  # nobody waits for its turn
+            return len(worker.groups) == worker.evaluating
         if update is UpdateMode.TOGETHER:
             return all(len(one.groups) == one.evaluating for one in self.workers.values() if one.healthy)
         finished = len(worker.groups) == worker.evaluating

@@ -19,11 +19,13 @@ events_cursor        id of the last entry of the events log that is applied
                      saved_s}
                      probes: null, or what samples that ran before the others of their group came to: {num_started,
                      num_followed (by the others, before they had ended), num_running}
-wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s}
+wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s},
+                     and why where the owner said it
 blocked              null, or the same once nothing progressed for liveness.warn_s, with still_s, seconds since then,
                      and pending {process: reason} where an engine has not started processes yet
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
-                     loading, healthy}]
+                     loading, healthy, aside_s (seconds for which it has stood aside, null: it does not),
+                     load_failures (in a row), load_reason (of the last)}]
 longest              groups that have been generated for the longest: [{group_id, worker_id, running_s, missing
                      [sample], group_size, predicted_tokens, attempt}]
 queues               {stream: entries}
@@ -73,6 +75,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from orchestrator.config.starts import GpuUse
 from orchestrator.core.view import longest_running
@@ -101,6 +104,8 @@ from transport.contracts.messages import (
 )
 from transport.contracts.types import WorkerId, is_evaluation, natural_order
 from transport.process.clock import Clock
+
+log = structlog.get_logger(__name__)
 
 RATE_WINDOW_S = 10.0  # rates and idle shares are taken over this long
 PUBLISH_S = 0.5
@@ -173,6 +178,7 @@ async def publish_status(
     state, clock = decider.state, board.clock
     usage = UsageWindow()
     dead, given_up = 0, ""
+    said_aside: frozenset[str] = frozenset()
     while True:
         streams = await broker.streams()
         queues = {name: length for name, length in streams.items() if not keys.is_of_group(name)}
@@ -202,10 +208,30 @@ async def publish_status(
             "requests": {number: request.counts() for number, request in state.pipeline.requests.items()},
         }
         board.put(status)
+        said_aside = log_aside(view["workers"], said_aside)
         encoded = msgspec.json.encode(status)
         took_s = time.thread_time() - began_s
         await broker.put_meta(keys.STATUS, encoded, ttl_s=TIME_TO_LIVE_S)
         await asyncio.sleep(min(max(PUBLISH_S, took_s / MAX_SHARE), TIME_TO_LIVE_S / 4))
+
+
+def log_aside(generation: Sequence[Mapping[str, Any]], said: frozenset[str]) -> frozenset[str]:
+    """Log each worker that begins to stand aside, and each that ends it.
+
+    generation: of the status.  said: workers that stood aside at the last call.  Returns those of now.
+    """
+    aside = {worker["worker_id"]: worker for worker in generation if worker["aside_s"] is not None}
+    for worker_id in sorted(aside.keys() - said):
+        worker = aside[worker_id]
+        log.warning(
+            "worker stands aside: its loads failed; it is asked again",
+            worker=worker_id,
+            since_s=worker["aside_s"],
+            reason=worker["load_reason"],
+        )
+    for worker_id in sorted(said - aside.keys()):
+        log.info("worker stands aside no more", worker=worker_id)
+    return frozenset(aside)
 
 
 def _warnings(full_precision: str, line: Mapping[str, Any], mismatch_limit: float) -> list[str]:

@@ -8,6 +8,7 @@ const OF_STATE = {
   stepping: "step",
   publishing: "publish",
   loading: "load",
+  "standing aside": "other",
   "saving a checkpoint": "save",
   "saving the model": "save",
   waiting: "wait",
