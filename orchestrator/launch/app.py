@@ -354,7 +354,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     )
     rounds = [command for _, command in restated if isinstance(command, TrainRound)]
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
-    watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share)
+    watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share, away=broker.away)
     keep_sample = SampleKeeper(rundir.path / SAMPLES).keep
     samples = RecentSamples(rows, lambda: load_detokenizer(model_dir), keep_sample, own_prompt=own_prompt)
     service = None
@@ -364,7 +364,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     membership = Membership(broker, settings.liveness.lease_s, clock)
     gpus = [gpu for start in read_starts(rundir)[-1:] for gpu in start.gpus]
     history = PageHistory(rundir.metrics, membership, samples, clock)
-    board = StatusBoard(clock, go_on=go_on)
+    board = StatusBoard(clock, go_on=go_on, away=broker.away)
 
     def observe(event: Event, commands: Sequence[Command], now_s: float) -> None:
         watchdog.observe(event, commands)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import structlog
 
 from orchestrator.config.run_directory import RunDir
 from orchestrator.config.starts import read_starts
 from orchestrator.http import endpoint_links, page_links
-from orchestrator.observability.http.status import read_status
+from orchestrator.observability.http.status import broker_fields, read_status
 from orchestrator.observability.live import View, duration, evaluation_lines
 from orchestrator.observability.metrics import NewLines, read_metrics, warnings_of
 from orchestrator.observability.report.pages import END_BATCHES, finish_run
@@ -18,6 +19,7 @@ from orchestrator.observability.report.record import ends_of, last_of_each
 from orchestrator.observability.standing import result_lines
 from transport.broker import keys
 from transport.broker.base import Broker
+from transport.broker.reach import Away
 from transport.contracts.messages import STARTING
 from transport.contracts.settings import Settings
 from transport.errors import StreamError, TransientError
@@ -44,12 +46,14 @@ class RunConsole:
         self._given_up_reason = ""
         self._noted: set[str] = set()
         self._waits_for_broker = False
+        self._status: Mapping[str, Any] = {}
 
     async def show(self, broker: Broker) -> None:
         """Show what is new; a broker that is away has nothing new."""
         with suppress(TransientError):
             status = await read_status(broker)
             if status is not None:
+                self._status = status
                 self._view.status({**status, "restarts": self._restarts()})
                 for text in status.get("damaged_checkpoints", ()):  # the trainer could not go on from them
                     version = status.get("went_back_to", 0)
@@ -99,6 +103,13 @@ class RunConsole:
         if not self._waits_for_broker:
             self._waits_for_broker = True
             self._view.note(f"{error}; everything waits for it, {outage_s:.0f} s at most")
+
+    def broker_does_not_answer(self, away: Away) -> None:
+        """It is away. Said once an outage, and shown in the status for as long as it lasts."""
+        if not self._waits_for_broker:
+            self._waits_for_broker = True
+            self._view.note(str(away))
+        self._view.status({**self._status, **broker_fields(away), "restarts": self._restarts()})
 
     def broker_is_back(self) -> None:
         if self._waits_for_broker:

@@ -193,8 +193,10 @@ class Supervisor:
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
             model_dir = await self._until_stopped(preparing)
             url, password = await self._open_broker(stack)
-            name = RunName(self._settings.run.name)
-            broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
+            name, outage_s = RunName(self._settings.run.name), self._settings.broker.outage_s
+            broker = await connect(
+                self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S, bear_s=outage_s
+            )
             stack.push_async_callback(broker.close)
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
             stack.push_async_callback(self._announce_stop, broker)
@@ -339,6 +341,7 @@ class Supervisor:
                 if not self._launcher.is_local:
                     others.append(group.create_task(self._watch_pending(broker), name="pending"))
                 others.append(group.create_task(self._watch(broker), name="watch"))
+                others.append(group.create_task(self._watch_reach(broker), name="reach"))
                 liveness = Liveness(broker, self._children, MonotonicClock(), self._settings.liveness)
                 others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
 
@@ -405,6 +408,13 @@ class Supervisor:
             await self._until_written(broker, lambda: broker.put_meta(keys.SUPERVISOR, alive, ttl_s=outage_s))
             await self._console.show(broker)
             await asyncio.sleep(POLL_S)
+
+    async def _watch_reach(self, broker: Broker) -> None:
+        """Say that the broker is away while a call still waits for it, forever."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if (away := broker.away()) is not None:
+                self._console.broker_does_not_answer(away)
 
     async def _until_written(self, broker: Broker, write: Callable[[], Awaitable[object]]) -> None:
         """Write as soon as the broker takes it, and say so while it does not.

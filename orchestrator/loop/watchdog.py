@@ -14,7 +14,7 @@ no progress.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ import structlog
 
 from orchestrator.core.model.pipeline import Wait
 from orchestrator.errors import RunFailedError, StalledError
+from transport.broker.reach import Away
 from transport.contracts import messages
 from transport.contracts.messages import Command, Event
 from transport.contracts.settings import LivenessSettings
@@ -31,9 +32,9 @@ from transport.process.clock import Clock
 log = structlog.get_logger(__name__)
 
 SCORED_GROUPS, MIN_FAILED_GROUPS = 32, 8
-"""Groups. A run is judged by its last SCORED_GROUPS groups; sooner only where all of the first MIN_FAILED_GROUPS failed."""
+"""Groups. A run is judged by its last SCORED_GROUPS; sooner only where all of the first MIN_FAILED_GROUPS failed."""
 RETRIED_STALLS = 3
-"""Times ``stall_s`` for which a run waits for workers that live and are asked again: their network may come back."""
+"""Times ``stall_s`` for which a run waits for workers that live and are asked again: a network may come back."""
 NO_PROGRESS = (
     messages.Tick,
     messages.BrokerUsage,
@@ -68,9 +69,32 @@ def shown_wait(wait: Wait | None, now_s: float) -> dict[str, Any] | None:
     return {"stage": wait.stage, "waits_for": wait.waits_for, "owner": wait.owner, "waited_s": waited_s, **why}
 
 
+def wait_for_broker(away: Away) -> dict[str, Any]:
+    """What a run waits for while its broker is away, as ``shown_wait`` and ``Watchdog.blocked`` say it."""
+    seconds = round(away.seconds, 1)
+    return {
+        "stage": "broker",
+        "waits_for": f"broker {away.address} to answer, until {away.until_s:g} s",
+        "owner": "the broker's host, or the network to it",
+        "waited_s": seconds,
+        "why": away.reason,
+        "still_s": seconds,
+    }
+
+
 class Watchdog:
-    def __init__(self, liveness: LivenessSettings, clock: Clock, *, max_failed_share: float = 1.0) -> None:
-        """max_failed_share: share of the last groups without rewards that ends the run; 1: never."""
+    def __init__(
+        self,
+        liveness: LivenessSettings,
+        clock: Clock,
+        *,
+        max_failed_share: float = 1.0,
+        away: Callable[[], Away | None] = lambda: None,
+    ) -> None:
+        """max_failed_share: share of the last groups without rewards that ends the run; 1: never.  away: whether the
+        broker is, whose bound is its own (``broker.outage_s``): nothing else is to blame meanwhile.
+        """
+        self._away = away
         self._max_failed_share = max_failed_share
         self._judged: dict[GroupId, str] = {}  # of the last groups, why they have no rewards, or ""
         self._liveness = liveness
@@ -112,6 +136,9 @@ class Watchdog:
         A pause is no stall, nor is a service without a request. Raises RunFailedError for groups without rewards.
         """
         self.check_groups()
+        if self._away() is not None:
+            self._progress_s = self._clock.now_s()
+            return
         still_s = self._still_s()
         if still_s < min(self._liveness.warn_s, self._liveness.stall_s):
             return  # what it waits for takes a look at every group

@@ -311,6 +311,8 @@ class PlainView:
         if named == self._blocked:
             return
         self._blocked = named
+        if status.get("broker"):
+            return  # said by a note of its own
         self.note(blocked_line(blocked) if blocked else "it goes on")
 
     def _note_aside(self, status: Mapping[str, Any]) -> None:
@@ -401,6 +403,8 @@ def _headline(status: Mapping[str, Any], left_s: float | None) -> list[Text]:
 
 def _state(status: Mapping[str, Any]) -> tuple[str, str]:
     """How the run is, in a word, and its colour."""
+    if status.get("broker"):
+        return "broker away", "red"
     if status.get("blocked"):
         return "blocked", "red"
     if status.get("stop_reason") or status.get("finish_reason"):

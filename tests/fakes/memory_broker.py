@@ -40,6 +40,7 @@ from transport.broker.base import (
     parse_entry_id,
     without_blocks,
 )
+from transport.broker.reach import Away
 from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 from transport.errors import BrokerFullError, FencedError, TailLostError
 
@@ -52,6 +53,8 @@ class MemoryBroker:
     def __init__(self, server: MemoryServer, run: RunName) -> None:
         self._server = server
         self._run = run
+        self.outage: Away | None = None
+        """What ``away`` answers."""
 
     @property
     def run(self) -> RunName:
@@ -67,6 +70,9 @@ class MemoryBroker:
         self._server.fail_after()
 
     # -- who answers, who may write
+    def away(self) -> Away | None:
+        return self.outage
+
     async def info(self) -> ServerInfo:
         with self._step():
             return ServerInfo(version="memory", boot_id=self._server.boot_id, address="memory")

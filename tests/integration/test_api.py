@@ -22,6 +22,7 @@ from orchestrator.http import check_secret, open_listener
 from orchestrator.observability.http.routes import HEALTHY_AGE_S, Api, build_app
 from orchestrator.observability.http.status import StatusBoard
 from tests.fakes.manual_clock import ManualClock
+from transport.broker.reach import Away
 from transport.contracts.settings import ApiSettings
 from transport.process import http as server
 from transport.process.http import SMALL_BODY, BodyLimit, is_loopback, presented_key, run_key, serve_http
@@ -134,6 +135,26 @@ async def test_status_is_what_was_published_and_a_number_that_is_none_is_null(tm
     assert [answer.pop(key) for key in ("age_s", "stopped", "go_on")] == [1.0, "", ""]
     assert answer.pop("last") == {**STATUS["last"], "loss": None}
     assert answer == {key: value for key, value in STATUS.items() if key != "last"}
+
+
+async def test_while_the_broker_is_away_status_and_health_say_so_from_memory(tmp_path: Path):
+    async with serving(tmp_path) as service:
+        away = Away(address="redis:6379", seconds=12.0, reason="name does not resolve", until_s=60.0)
+        service.board.away = lambda: away
+        service.clock.advance(HEALTHY_AGE_S + 1)
+        code, _, body = await service.ask("/health")
+        assert (code, json.loads(body)) == (200, {"healthy": True, "reason": str(away)})
+        code, _, body = await service.ask("/status", KEY)
+    answer = json.loads(body)
+    assert answer["broker"] == {
+        "address": "redis:6379",
+        "away_s": 12.0,
+        "reason": "name does not resolve",
+        "until_s": 60.0,
+    }
+    for named in (answer["wait"], answer["blocked"]):
+        assert (named["stage"], named["waits_for"]) == ("broker", "broker redis:6379 to answer, until 60 s")
+        assert "generate" not in named["owner"]
 
 
 async def test_health_turns_when_no_status_is_made_any_more(tmp_path: Path):

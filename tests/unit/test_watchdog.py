@@ -11,6 +11,7 @@ from orchestrator.core.model.pipeline import Wait
 from orchestrator.errors import RunFailedError, StalledError
 from orchestrator.loop.watchdog import Watchdog
 from tests.fakes.manual_clock import ManualClock
+from transport.broker.reach import Away
 from transport.contracts.messages import (
     Event,
     GroupScored,
@@ -37,11 +38,13 @@ class Waiting:
 
     paused = False
 
-    def __init__(self, stage: str = "scoring") -> None:
+    def __init__(self, stage: str = "scoring", *, retried: bool = False) -> None:
         self.stage = stage
+        self.retried = retried
 
     def wait(self) -> Wait:
-        return Wait(stage=self.stage, waits_for="the scores of 2 groups", owner="score-0.1", since_s=3.0)
+        waits_for = "the scores of 2 groups"
+        return Wait(stage=self.stage, waits_for=waits_for, owner="score-0.1", since_s=3.0, retried=self.retried)
 
     def describe_wait(self) -> str:
         return str(self.wait())
@@ -103,6 +106,33 @@ def test_the_status_names_what_blocks_from_the_first_limit_on():
     }
     watchdog.observe(PROGRESS)
     assert watchdog.blocked(Waiting()) is None
+
+
+def test_while_the_broker_is_away_nobody_else_is_blamed_and_its_own_bound_holds():
+    clock, away = ManualClock(), [Away(address="redis:6379", seconds=5.0, reason="no answer", until_s=3600.0)]
+    watchdog = Watchdog(LIMITS, clock, away=lambda: away[0] if away else None)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(4):
+            clock.advance(9.0)
+            watchdog.check(Waiting())
+        away.clear()
+        clock.advance(3.9)
+        watchdog.check(Waiting())
+    assert logs == []
+    clock.advance(6.1)
+    with pytest.raises(StalledError):
+        watchdog.check(Waiting())
+
+
+def test_workers_that_live_and_are_asked_again_have_more_time_than_who_is_silent():
+    clock = ManualClock()
+    watchdog = Watchdog(LIMITS, clock)
+    state = Waiting(retried=True)
+    clock.advance(3 * LIMITS.stall_s - 0.1)
+    watchdog.check(state)
+    clock.advance(0.1)
+    with pytest.raises(StalledError, match="no progress"):
+        watchdog.check(state)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
+from transport.broker.reach import Away
 from transport.contracts.messages import MAX_MESSAGE_BYTES
 from transport.contracts.types import (
     USER_PREFIX,
@@ -252,6 +253,10 @@ class Broker(Protocol):
     def run(self) -> RunName: ...
 
     # -- who answers, who may write
+    def away(self) -> Away | None:
+        """Since when and why the broker does not answer this process; None while it does. From memory, at once."""
+        ...
+
     async def info(self) -> ServerInfo: ...
     async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
         """Raise the role's epoch by one (and above ``at_least``) and return it; the former holder is fenced off."""

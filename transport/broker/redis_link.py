@@ -12,10 +12,14 @@ plain overwrites, and scripts that recognise their own request.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import hashlib
+import ipaddress
 import os
 import re
+import socket
 import ssl
+import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +36,7 @@ from redis.backoff import NoBackoff
 from transport.broker import keys
 from transport.broker.base import MAX_DEAD_LETTERS
 from transport.broker.primary import Watchers, check_primary, watchers_of
+from transport.broker.reach import Away, Reach
 from transport.contracts.types import USER_PREFIX
 from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
 
@@ -125,6 +130,82 @@ class _SocketConnection(UnixDomainSocketConnection):
                 await super()._connect()
         finally:
             self.path = whole
+
+
+_lookups: dict[str, concurrent.futures.Future[list[str]]] = {}
+_looking_up = threading.Lock()
+
+
+def look_up(host: str) -> concurrent.futures.Future[list[str]]:
+    """Addresses of ``host``, from a thread of its own; who asks while that waits shares it.
+
+    A resolver may take a minute to give up. In the event loop's own threads, of which there are few, other work would
+    wait for it, and so would the end of the process (measured: a worker whose broker's name had vanished did not end).
+    """
+    with _looking_up:
+        if (under_way := _lookups.get(host)) is not None:
+            return under_way
+        looking = _lookups[host] = concurrent.futures.Future[list[str]]()
+        looking.set_running_or_notify_cancel()  # nobody who stops waiting cancels it for the others
+
+    def look() -> None:
+        found: list[str] | OSError
+        try:
+            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found = list(dict.fromkeys(str(info[4][0]) for info in infos))
+        except OSError as error:
+            found = error
+        except UnicodeError as error:
+            found = socket.gaierror(socket.EAI_NONAME, f"{host!r} is no name of a host: {error}")
+        with _looking_up:
+            del _lookups[host]
+        if isinstance(found, OSError):
+            looking.set_exception(found)
+        else:
+            looking.set_result(found)
+
+    threading.Thread(target=look, name=f"look up {host}", daemon=True).start()
+    return looking
+
+
+async def _addresses(host: str) -> list[str]:
+    """Raises gaierror: the name does not resolve."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return await asyncio.wrap_future(look_up(host))
+    return [host]
+
+
+class _NamedConnection(Connection):
+    """To a host by its name, each of whose addresses is tried in turn."""
+
+    name = ""
+
+    async def _connect(self) -> None:
+        self.name = self.host
+        limit_s = float(self.socket_connect_timeout or 0.0)
+        try:
+            async with asyncio.timeout(limit_s):
+                addresses = await _addresses(self.name)
+            for left, address in zip(range(len(addresses) - 1, -1, -1), addresses, strict=True):
+                self.host = address
+                try:
+                    async with asyncio.timeout(limit_s / len(addresses)):
+                        return await super()._connect()
+                except OSError:  # a TimeoutError is one
+                    if not left:
+                        raise
+        finally:
+            self.host = self.name
+
+
+class _TlsConnection(_NamedConnection, SSLConnection):
+    """The certificate is that of the name, not of an address."""
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        arguments = cast("Mapping[str, Any]", super()._connection_arguments())  # pyright: ignore[reportUnknownMemberType]
+        return {**arguments, "server_hostname": self.name}
 
 
 class _Connections:
@@ -221,7 +302,7 @@ class RedisLink:
 
     key: any of the run's, by which a cluster knows its node.
     outage_s: how long one call keeps trying when the server does not answer.  timeout_s: for one reply; a blocking
-    command must block for less (``max_block_s``).
+    command must block for less (``max_block_s``).  bear_s: how long the process does, where it calls again.
     """
 
     def __init__(
@@ -233,6 +314,7 @@ class RedisLink:
         tls: Tls = NO_TLS_FILES,
         outage_s: float = 60.0,
         timeout_s: float = 10.0,
+        bear_s: float | None = None,
     ) -> None:
         arguments, watchers = _pool_arguments(url, key, password, tls)
         kind = cast("type[Connection]", arguments.pop("connection_class", Connection))
@@ -241,15 +323,20 @@ class RedisLink:
             if watchers.name:  # sentinels have no databases
                 watchers.arguments.pop("db", None)
         self._connections = _Connections(kind, arguments, watchers)
-        self._uses_tls = kind is SSLConnection
+        self._uses_tls = issubclass(kind, SSLConnection)
         self._outage_s = outage_s
         self._timeout_s = timeout_s
         self.max_block_s = timeout_s / 2
         self.address = arguments.get("path") or f"{arguments.get('host', 'localhost')}:{arguments.get('port', 6379)}"
+        self._reach = Reach(self.address, outage_s if bear_s is None else bear_s)
 
-    async def command(self, *arguments: Argument) -> Reply:
-        """One idempotent command."""
-        return (await self.pipeline([arguments]))[0]
+    def away(self) -> Away | None:
+        """Since when and why the server does not answer; None while it does."""
+        return self._reach.away()
+
+    async def command(self, *arguments: Argument, block_s: float = 0.0) -> Reply:
+        """One idempotent command. block_s: for which the server may hold its answer back."""
+        return (await self.pipeline([arguments], block_s=block_s))[0]
 
     async def script(self, name: str, key: str, prefix: str, number: int, request: ScriptCall) -> Reply:
         """One script of scripts/, loaded when the server does not know it (it forgets them when it restarts)."""
@@ -262,30 +349,55 @@ class RedisLink:
                 raise
         return await self.command("EVAL", text, *arguments)
 
-    async def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+    async def pipeline(self, commands: Sequence[Command], *, block_s: float = 0.0) -> list[Reply]:
         """Idempotent commands in one round trip, sent again until the server answers.
 
-        Raises: BrokerUnavailableError after ``outage_s``; BrokerRejectedError at once when waiting will not help.
+        Raises: BrokerUnavailableError after ``outage_s``, counted from when the first answer was due, whatever kept it
+                away; BrokerRejectedError at once when waiting will not help.
         """
         deadline_s, pause_s = 0.0, 0.02
         now_s = asyncio.get_running_loop().time
         while True:
+            due_s = now_s() + block_s
+            left_s = deadline_s - now_s() if deadline_s else block_s + max(1.0, self._outage_s)
+            limit_s = min(self._timeout_s, max(pause_s, left_s))
             try:
-                return await self._exchange(commands)
+                return await self._exchange(commands, block_s, limit_s)
             except BrokerUnavailableError:
-                deadline_s = deadline_s or now_s() + self._outage_s
+                deadline_s = deadline_s or min(due_s, now_s()) + self._outage_s
                 if now_s() + pause_s > deadline_s:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
     async def close(self) -> None:
+        self._reach.close()
         await self._connections.close()
 
-    async def _exchange(self, commands: Sequence[Command]) -> list[Reply]:
+    async def _exchange(self, commands: Sequence[Command], block_s: float, limit_s: float) -> list[Reply]:
+        """``_exchange_once``, and what it says of the broker's being there."""
+        number = self._reach.sent(block_s)
+        try:
+            replies = await self._exchange_once(commands, limit_s)
+        except BrokerFullError:
+            self._reach.answered(number)
+            raise
+        except BrokerUnavailableError as error:
+            self._reach.failed(number, error.__cause__ or error)
+            raise
+        except ReplyError:
+            self._reach.answered(number)
+            raise
+        except BaseException:
+            self._reach.dropped(number)
+            raise
+        self._reach.answered(number)
+        return replies
+
+    async def _exchange_once(self, commands: Sequence[Command], limit_s: float) -> list[Reply]:
         """Send once, read once. Raises BrokerUnavailableError when it may be tried again."""
         try:
-            replies = await self._send_and_read(commands)
+            replies = await self._send_and_read(commands, limit_s)
         except (exceptions.ConnectionError, exceptions.TimeoutError, OSError, _NO_PASSWORD) as error:
             raise self._connection_error(error) from error
         except exceptions.RedisError as error:  # while connecting: the handshake itself was refused
@@ -295,8 +407,10 @@ class RedisLink:
                 raise self._translate(reply) from reply
         return cast("list[Reply]", replies)
 
-    async def _send_and_read(self, commands: Sequence[Command]) -> list[Reply | exceptions.ResponseError]:
-        async with asyncio.timeout(self._timeout_s):
+    async def _send_and_read(
+        self, commands: Sequence[Command], limit_s: float
+    ) -> list[Reply | exceptions.ResponseError]:
+        async with asyncio.timeout(limit_s):
             connection = await self._connections.take()
             try:
                 await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
@@ -374,7 +488,7 @@ def _pool_arguments(url: str, key: str, password: str, tls: Tls) -> tuple[dict[s
     if password:
         arguments.setdefault("password", password)
     if arguments.get("connection_class") is SSLConnection:
-        arguments.update(tls.arguments())
+        arguments.update(tls.arguments(), connection_class=_TlsConnection)
     arguments.update(
         protocol=2,
         decode_responses=False,
@@ -389,6 +503,7 @@ def _pool_arguments(url: str, key: str, password: str, tls: Tls) -> tuple[dict[s
         arguments["connection_class"] = _SocketConnection
     else:
         arguments["socket_keepalive"] = True
+        arguments.setdefault("connection_class", _NamedConnection)
     return arguments, watchers
 
 

@@ -44,6 +44,7 @@ from transport.broker.base import (
     parse_entry_id,
     without_blocks,
 )
+from transport.broker.reach import Away
 from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError, ScriptCall, Tls
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
@@ -110,6 +111,9 @@ class RedisBroker:
     async def close(self) -> None:
         await self._link.close()
 
+    def away(self) -> Away | None:
+        return self._link.away()
+
     # -- how requests are sent
     def _key(self, name: str) -> str:
         return self._prefix + name
@@ -144,7 +148,8 @@ class RedisBroker:
             block_ms = ceil(1000 * min(deadline_s - now_s(), self._link.max_block_s))  # BLOCK 0 would never end
             block = ("BLOCK", block_ms) if block_ms > 0 else ()
             try:
-                reply = await self._link.command(*read, *block, "STREAMS", *streams)
+                command: Command = (*read, *block, "STREAMS", *streams)
+                reply = await self._link.command(*command, block_s=max(0, block_ms) / 1000)
             except ReplyError as error:
                 if not queue or error.code not in _NO_GROUP:
                     raise
@@ -508,11 +513,13 @@ async def connect(
     url: str | None = None,
     password: str | None = None,
     outage_s: float | None = None,
+    bear_s: float | None = None,
 ) -> RedisBroker:
     """A broker whose server answered and was checked.
 
     url, password: instead of those in ``settings`` (an embedded server's, or STREAMRL_BROKER_PASSWORD, which only a
     process's ``__main__`` reads); a password inside the URL wins.  outage_s: instead of ``settings.outage_s``.
+    bear_s: how long this process waits for a broker that is away, where that is longer: it says so.
     Raises: BrokerUnavailableError when nothing answered for ``outage_s``; BrokerRejectedError, at once, for a password
             that is refused, TLS that does not fit, a server that is too old or may evict keys.
     """
@@ -522,6 +529,7 @@ async def connect(
         password=settings.password if password is None else password,
         tls=Tls(settings.tls_ca, settings.tls_cert, settings.tls_key),
         outage_s=settings.outage_s if outage_s is None else outage_s,
+        bear_s=bear_s,
     )
     broker = RedisBroker(link, run)
     try:

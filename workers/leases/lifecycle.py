@@ -349,6 +349,20 @@ class _Lease:
     heartbeat_file: Path | None
     worker: Worker | None = None
 
+    async def _alive_during(self, beat: Coroutine[Any, Any, None]) -> None:
+        """``beat``; while the broker is away, the heartbeat file is touched without it: this process waits, within
+        ``broker.outage_s``, and who looks at the file would kill one that hangs.
+        """
+        beating = asyncio.create_task(beat, name="beat")
+        try:
+            while not (await asyncio.wait({beating}, timeout=self.liveness.heartbeat_s))[0]:
+                if self.heartbeat_file and self.broker.away() is not None:
+                    self.heartbeat_file.touch()
+            beating.result()
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+
     async def keep(self) -> None:
         """Beat until the run is over. Raises BrokerUnavailableError when the broker was away for too long."""
         started_s = since_s = self.clock.now_s()
@@ -372,7 +386,7 @@ class _Lease:
                 round_trip_s=min(trips_s, default=0.0),
                 **msgspec.structs.asdict(activity),
             )
-            await self.broker.beat(self.worker_id, encode(status), ttl_s=self.liveness.lease_s)
+            await self._alive_during(self.broker.beat(self.worker_id, encode(status), ttl_s=self.liveness.lease_s))
             if self.heartbeat_file:
                 self.heartbeat_file.touch()
             asked_s = self.clock.now_s()

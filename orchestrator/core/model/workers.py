@@ -20,12 +20,12 @@ from transport.contracts.types import GroupId, UpdateMode, WeightIdentity, Worke
 MAX_LOAD_ATTEMPTS = 3
 """Failed loads in a row after which a worker stands aside: it gets no groups until a load succeeds."""
 MAX_PAUSE_S = 8.0
-"""Seconds between two loads of a worker that stands aside, at most. After a network is whole again, a load that is
-under way fails within 16 s (its last SYN was lost) or succeeds, so a longer pause would make the worker the late one."""
+"""Seconds between two loads of a worker that stands aside, at most. When a network comes back, a load that is
+under way fails within 16 s (its last SYN was lost) or succeeds: a longer pause would make the worker the late one."""
 
 
 def pause_s(num_failures: int) -> float:
-    """Seconds before the next load after ``num_failures`` in a row: none at first, then 1, 2, 4, at most MAX_PAUSE_S."""
+    """Seconds before the next load after ``num_failures`` in a row: none at first, then 1, 2, 4 .. MAX_PAUSE_S."""
     if num_failures < MAX_LOAD_ATTEMPTS:
         return 0.0
     return min(MAX_PAUSE_S, 2.0 ** min(num_failures - MAX_LOAD_ATTEMPTS, 16))

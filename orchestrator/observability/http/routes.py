@@ -63,9 +63,12 @@ class Api:
         ]
 
     async def health(self, request: Request) -> Response:
-        age_s = self._board.age_s
-        healthy = age_s <= HEALTHY_AGE_S
-        reason = "" if healthy else f"no status for {age_s:.0f} s: the broker does not answer, or deciding stands still"
+        """200 while the broker is away, too: this process waits for it, has a bound, and would wait again if started
+        again."""
+        age_s, away = self._board.age_s, self._board.away()
+        healthy = age_s <= HEALTHY_AGE_S or away is not None
+        stale = f"no status for {age_s:.0f} s: the broker does not answer, or deciding stands still"
+        reason = str(away) if away is not None else "" if healthy else stale
         return answer({"healthy": healthy, "reason": reason}, 200 if healthy else 503)
 
     async def status(self, request: Request) -> Response:

@@ -21,6 +21,8 @@ events_cursor        id of the last entry of the events log that is applied
                      num_followed (by the others, before they had ended), num_running}
 wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s},
                      and why where the owner said it
+broker               only over HTTP, and only while the broker is away: {address, away_s, reason, until_s (this process
+                     waits so long)}; wait and blocked then say that, too, with stage "broker"
 blocked              null, or the same once nothing progressed for liveness.warn_s, with still_s, seconds since then,
                      and pending {process: reason} where an engine has not started processes yet
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
@@ -68,7 +70,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -81,13 +83,14 @@ from orchestrator.config.starts import GpuUse
 from orchestrator.core.view import longest_running
 from orchestrator.loop.decide import Decider
 from orchestrator.loop.intake import Membership
-from orchestrator.loop.watchdog import Watchdog, shown_wait
+from orchestrator.loop.watchdog import Watchdog, shown_wait, wait_for_broker
 from orchestrator.observability.metrics import MetricsLog, NewLines, warnings_of
 from orchestrator.observability.report.bubbles import stages, total, usage_by_window
 from orchestrator.observability.report.spans import build_timeline
 from orchestrator.observability.samples import RecentSamples
 from transport.broker import keys
 from transport.broker.base import Broker
+from transport.broker.reach import Away
 from transport.contracts.messages import (
     CheckpointSaved,
     Event,
@@ -123,9 +126,10 @@ SLOW_PAGE_S = 5.0  # and one on a busy machine within this long
 class StatusBoard:
     """The newest status, and how old it is; who was lost; why the run stops. ``latest`` is empty before the first."""
 
-    def __init__(self, clock: Clock, *, go_on: str = "") -> None:
-        """go_on: the command that goes on with the run once it was stopped."""
+    def __init__(self, clock: Clock, *, go_on: str = "", away: Callable[[], Away | None] = lambda: None) -> None:
+        """go_on: the command that goes on with the run once it was stopped.  away: whether the broker is."""
         self.clock = clock
+        self.away = away
         self._go_on, self._stopped = go_on, ""
         self._at_s = clock.now_s()
         self._asked_s = -math.inf
@@ -143,9 +147,15 @@ class StatusBoard:
         self._at_s = self.clock.now_s()
 
     def answer(self) -> dict[str, Any]:
-        """``latest`` as who asks over HTTP gets it."""
+        """``latest`` as HTTP clients get it; while the broker is away, that is what the run waits for."""
         self._asked_s = self.clock.now_s()
-        return {**self.latest, "age_s": round(self.age_s, 1), "stopped": self._stopped, "go_on": self._go_on}
+        return {
+            **self.latest,
+            **broker_fields(self.away()),
+            "age_s": round(self.age_s, 1),
+            "stopped": self._stopped,
+            "go_on": self._go_on,
+        }
 
     async def last_words(self, stopped: str) -> None:
         """Answer with why the run stops, where a page asked lately: for as long as pages take to ask again, and until
@@ -162,6 +172,14 @@ class StatusBoard:
     def age_s(self) -> float:
         """Seconds since the newest status, or since the start where there was none."""
         return self.clock.now_s() - self._at_s
+
+
+def broker_fields(away: Away | None) -> dict[str, Any]:
+    """Fields of a status that say whether the broker is away, and what then replaces ``wait`` and ``blocked``."""
+    if away is None:
+        return {}
+    seen = {"address": away.address, "away_s": round(away.seconds, 1), "reason": away.reason, "until_s": away.until_s}
+    return {"broker": seen, "wait": wait_for_broker(away), "blocked": wait_for_broker(away)}
 
 
 async def publish_status(

@@ -14,6 +14,7 @@ export function headlineOf(status, curves) {
 }
 
 function healthOf(status) {
+  if (status.broker) return { level: "bad", word: "Broker away" };
   if (status.blocked) return { level: "bad", word: "Blocked" };
   if (status.stop_reason) return { level: "warn", word: "Draining" };
   if (status.paused) return { level: "warn", word: "Paused" };

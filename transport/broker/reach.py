@@ -1,0 +1,161 @@
+"""Whether the broker answers this process, and one line in its log when it does not, and when it does again.
+
+    exchange ──► sent ──► answered                     it is there
+                      ├─► failed      refused, no name  ┐ since when, why: said after SAY_AFTER_S, once an outage
+                      └─► late        no answer yet     ┘
+
+An exchange that has no answer yet counts as well: a broker that is stopped, or whose packets are dropped, says nothing
+for as long as a reply may take, which is longer than people should be left without a word.
+
+Owns: since when the broker is away, why, and the two lines. Never: retries, or how long a call waits (redis_link.py).
+Invariant: any answer ends an outage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+try:
+    import structlog
+except ImportError:  # inside an inference server
+    structlog = None
+
+SAY_AFTER_S = 3.0
+"""Seconds after which an outage is said: a broker that is started again is often back by then."""
+LOOK_S = 0.5
+"""Seconds between two looks while an exchange is open."""
+MAX_LATE_S = 1.0
+"""Seconds. A look that comes later than this says that this process stood still: replies may lie unread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """An outage. seconds: since it began.  reason: in words.  until_s: seconds for which this process waits in all."""
+
+    address: str
+    seconds: float
+    reason: str
+    until_s: float
+
+    def __str__(self) -> str:
+        bound = f"waiting until {self.until_s:g} s"
+        return f"broker {self.address} is away since {self.seconds:.0f} s ({self.reason}), {bound}"
+
+
+class Reach:
+    """Of one link to a broker. Used from one event loop."""
+
+    def __init__(self, address: str, until_s: float, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        """until_s: how long this process waits for a broker that is away, for what is said of it."""
+        self._address = address
+        self._until_s = until_s
+        self._now_s = now_s
+        self._number = itertools.count()
+        self._due_s: dict[
+            int, float
+        ] = {}  # of each open exchange: when an answer of a sound broker comes, at the latest
+        self._heard_s = now_s()
+        self._failing_s: float | None = None
+        self._reason = ""
+        self._said_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._look_due_s = 0.0
+
+    def sent(self, block_s: float = 0.0) -> int:
+        """An exchange begins. block_s: for how long the broker may hold its answer back. Returns its number."""
+        number = next(self._number)
+        self._due_s[number] = self._now_s() + block_s
+        self._arm()
+        return number
+
+    def answered(self, number: int) -> None:
+        self._due_s.pop(number, None)
+        self._heard_s = self._now_s()
+        self._failing_s = None
+        if self._said_s is not None:
+            seconds, self._said_s = self._heard_s - self._said_s, None
+            _say(f"broker {self._address} is back after {seconds:.0f} s", logging.INFO)
+
+    def failed(self, number: int, error: BaseException) -> None:
+        """It ended without a usable answer."""
+        due_s = self._due_s.pop(number, None)
+        self._reason = reason_of(error)
+        if self._failing_s is None:
+            silent = isinstance(error, TimeoutError) and due_s is not None
+            self._failing_s = due_s if silent and due_s is not None else self._now_s()
+        self._arm()
+
+    def dropped(self, number: int) -> None:
+        """Nobody waits for its answer any more, which says nothing of the broker."""
+        self._due_s.pop(number, None)
+
+    def away(self) -> Away | None:
+        """None while it answers, or is silent for less than SAY_AFTER_S."""
+        since_s = self._since_s()
+        seconds = self._now_s() - since_s if since_s is not None else 0.0
+        if since_s is None or seconds < SAY_AFTER_S:
+            return None
+        reason = self._reason if self._failing_s is not None else "no answer"
+        return Away(address=self._address, seconds=seconds, reason=reason, until_s=self._until_s)
+
+    def look(self) -> None:
+        """Say once that it is away, as soon as it is."""
+        away = self.away()
+        if away is not None and self._said_s is None:
+            self._said_s = self._now_s() - away.seconds
+            _say(str(away), logging.WARNING)
+
+    def close(self) -> None:
+        self._due_s.clear()
+        self._failing_s = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _since_s(self) -> float | None:
+        """When the outage began; None: there is none. An answer that came after an exchange was due vouches for it."""
+        late_s = min((due_s for due_s in self._due_s.values() if due_s >= self._heard_s), default=None)
+        found = [since_s for since_s in (self._failing_s, late_s) if since_s is not None]
+        return min(found, default=None)
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._look_due_s = self._now_s() + LOOK_S
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self.on_timer)
+
+    def on_timer(self) -> None:
+        self._timer = None
+        if self._now_s() - self._look_due_s <= MAX_LATE_S:
+            self.look()
+        if self._due_s or self._failing_s is not None:
+            self._arm()
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a broker is away, in words: the cause that its user can act on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        match cause:
+            case socket.gaierror():
+                return "name does not resolve"
+            case ConnectionRefusedError():
+                return "connection refused"
+            case TimeoutError():
+                return "no answer"
+            case _:
+                cause = cause.__cause__ or cause.__context__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _say(text: str, level: int) -> None:
+    """Into the log of this process; where it has none, as a warning of Python's logging, which goes to stderr."""
+    if structlog is not None and structlog.is_configured():
+        structlog.get_logger(__name__).log(level, text)
+    else:
+        logging.getLogger(__name__).log(level, text)
