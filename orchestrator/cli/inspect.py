@@ -239,10 +239,10 @@ def snapshot_view(snapshot: BrokerSnapshot) -> Group:
     if (more := snapshot.num_dead - len(snapshot.letters)) > 0:
         letters.append(f"and {more} more dead letters")
     workers = [
-        (w.worker_id, w.doing, f"{w.since_s:.0f} s", w.running, w.waiting, w.weights or "", place_of(w), w.pid)
+        (w.worker_id, w.doing, f"{w.since_s:.0f} s", w.running, w.waiting, w.weights or "", w.way, place_of(w), w.pid)
         for w in snapshot.workers
     ]
-    titles = ("worker", "doing", "for", "running", "waiting", "weights", "host", "pid")
+    titles = ("worker", "doing", "for", "running", "waiting", "weights", "came by", "host", "pid")
     tables = (*_stream_tables(snapshot), _table(*titles, rows=workers))
     tables = [table for table in tables if table.row_count]
     return Group(Text(printable("\n".join(lines))), *tables, *(Text(printable(letter)) for letter in letters))

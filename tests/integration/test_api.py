@@ -43,12 +43,14 @@ STATUS: dict[str, Any] = {
     "retained_bytes": 4096,
     "blocked": {"stage": "scoring", "waits_for": "scores", "owner": "score-0.1", "waited_s": 2.0, "still_s": 70.0},
     "queues": {"plans:generate-0.1": 2},
+    "generation": [{"worker_id": "generate-1.1", "aside_s": 12.0}, {"worker_id": "generate-0.1", "aside_s": None}],
     "workers": [
         {
             "worker": "generate-0.1",
             "kind": "generate",
             "running": 8,
             "idle": 0.25,
+            "way": "ucx",
             "counters": {"tokens": 70.0, "drafted_tokens": 12.0, "accepted_tokens": 7.0},
         },
         {"worker": "train-0.1", "kind": "train", "running": 0, "counters": {}},
@@ -193,6 +195,8 @@ async def test_metrics_are_prometheus_text(tmp_path: Path):
         'streamrl_queue_entries{stream="plans:generate-0.1"} 2.0',
         'streamrl_workers{kind="generate"} 1.0',
         'streamrl_worker_idle_ratio{worker="generate-0.1"} 0.25',
+        'streamrl_worker_weights_way{way="ucx",worker="generate-0.1"} 1.0',
+        'streamrl_worker_aside_seconds{worker="generate-1.1"} 12.0',
         'streamrl_worker_tokens_total{worker="generate-0.1"} 70.0',
         'streamrl_worker_drafted_tokens_total{worker="generate-0.1"} 12.0',
         'streamrl_worker_accepted_tokens_total{worker="generate-0.1"} 7.0',

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from transport.contracts.messages import MessageDecoder, WeightManifest
 from transport.errors import ChecksumError, PeerUnavailableError
+from transport.tensors import tcp as tcp_module
 from transport.tensors import ucx as ucx_module
 from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
 from transport.tensors.receive import Receiving, Stretch
@@ -446,6 +447,30 @@ def test_a_version_goes_by_ucx_from_the_trainer_through_a_relay(
                     assert torch.equal(passed[name], tensor.bfloat16())
     finally:
         relay.close()
+        publisher.close()
+
+
+def test_where_ucx_is_silent_the_same_pull_ends_by_tcp_and_the_library_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a firewall that lets through no port but the trainer's."""
+    over = threading.Event()
+    monkeypatch.setattr(ucx_module, "FIRST_S", 0.1)
+    monkeypatch.setattr(ucx_module.UcxSending, "send", lambda self, tag, views: over.wait(WAIT_S))
+    publisher = WeightPublisher("ucx", tmp_path, endpoint=Endpoint(ucx=True))
+    try:
+        manifest = elsewhere(publisher.publish(1, 1, {"t": torch.ones(1000)}, torch.float32))
+        puller, said = WeightPuller(ucx=True), list[str]()
+        monkeypatch.setattr(tcp_module.log, "warning", lambda event, **fields: said.append(f"{event} {fields}"))
+        for _ in range(2):  # of the second version nothing is asked by UCX
+            with puller.pull(manifest) as got:
+                assert torch.equal(got["t"], torch.ones(1000))
+            assert puller.way == "tcp"
+        assert len(said) == 1
+        assert said[0].startswith("UCX failed; bytes come by TCP {'peer': '127.0.0.1', 'for_s': 600.0")
+        assert "UCX 1." in said[0]
+    finally:
+        over.set()
         publisher.close()
 
 

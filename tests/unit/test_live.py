@@ -14,6 +14,7 @@ from rich.console import Console
 
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import printable
+from orchestrator.observability.http.status import broker_fields
 from orchestrator.observability.live import (
     PlainView,
     TableView,
@@ -25,6 +26,7 @@ from orchestrator.observability.live import (
 from orchestrator.observability.metrics import mismatch_line, warnings_of
 from tests.fakes.command_line import environment
 from tests.fakes.pipeline_world import PipelineWorld
+from transport.broker.reach import Away
 from transport.contracts.messages import RankerJudged
 
 
@@ -206,3 +208,33 @@ def test_what_went_wrong_is_in_the_headline():
     shown = "\n".join(headline(num_lost=2, restarts=1, queues={"dead": 3}, given_up="it \x1braised"))
     assert "2 workers lost  1 restart  3 dead letters" in shown
     assert "given up: it raised" in shown
+
+
+ASIDE = {
+    "newest": {"epoch": 1, "version": 17},
+    "generation": [
+        {"worker_id": "generate-0.1", "aside_s": 90.0, "load_reason": "peer tcp://a:7400/x is unavailable: timed out"},
+        {"worker_id": "generate-1.1", "aside_s": None, "load_reason": ""},
+    ],
+}
+
+
+def test_a_worker_that_stands_aside_is_said_with_since_when_and_why(capsys: pytest.CaptureFixture[str]):
+    said = (
+        "generate-0.1 stands aside since 1 min 30 s: it cannot load weights e1v17 "
+        "(peer tcp://a:7400/x is unavailable: timed out); it is asked again"
+    )
+    assert said in " ".join(headline(**ASIDE))
+    view = PlainView()
+    for _ in range(2):
+        view.status(ASIDE)
+    view.status({**ASIDE, "generation": []})
+    assert capsys.readouterr().out.splitlines() == [said, "generate-0.1 stands aside no more"]
+
+
+def test_a_broker_that_is_away_is_how_the_run_is():
+    away = Away(address="redis:6379", seconds=12.0, reason="name does not resolve", until_s=60.0)
+    shown = " ".join(headline(**broker_fields(away)))
+    assert "broker away" in shown
+    assert "broker waits for broker redis:6379 to answer, until 60 s" in shown
+    assert "(name does not resolve)" in shown

@@ -2,7 +2,7 @@
 
 Which way the bytes go is agreed with each request: a reader that has UCX says where it can be reached, and a server
 that has it, too, answers that they come there; in any other case they follow on the connection itself. Where UCX fails,
-the reader asks the same server without it from then on.
+the reader asks the same host without it for a while.
 
 Owns: the two messages of a transfer, and that choice. Never: what the bytes mean, or whether they are right (the
 manifest's checksums say). Invariant: a reader's memory is what its caller asked for, never what a peer announced.
@@ -10,7 +10,9 @@ manifest's checksums say). Invariant: a reader's memory is what its caller asked
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol, cast
 
@@ -26,6 +28,9 @@ from transport.tensors.ucx import UcxAddress, UcxReceiving, UcxSending, chunks
 from transport.tensors.wire import JOINED_BYTES, Channel, ChannelServer, Refused, connect
 
 log = get_logger(__name__)
+
+WITHOUT_S = 600.0
+"""Seconds for which UCX is not tried with a host where it failed once."""
 
 
 class ReadRange(Struct, frozen=True, kw_only=True, tag=True):
@@ -221,9 +226,26 @@ class TcpSegment:
         self._channel.send(request)
         return self._next_range()
 
+    def _receive_answer(self) -> RangeFollows | Waits | Refused:
+        """Within the time for the first bytes by UCX, where they are to come so: a server whose UCX finds no way to
+        this host does not answer at all.
+        """
+        channel, whole = self._channel, self._channel.deadline
+        if self._ucx is None or self._ucx.has_come:
+            return channel.receive(_answer_decoder)
+        channel.deadline = self._ucx.first_limit()
+        try:
+            return channel.receive(_answer_decoder)
+        except PeerUnavailableError as error:
+            if channel.deadline.remaining_s():
+                raise  # it left
+            raise self._ucx.unanswered(channel.deadline) from error
+        finally:
+            channel.deadline = whole
+
     def _next_range(self) -> RangeFollows:
         """The next of the ranges in which what was asked for comes."""
-        while isinstance(answer := self._channel.receive(_answer_decoder), Waits):
+        while isinstance(answer := self._receive_answer(), Waits):
             self._channel.deadline.note_waiting()
         if isinstance(answer, Refused):
             if answer.retry:
@@ -287,19 +309,30 @@ class TcpReader:
         """ucx: bytes may come by it."""
         self._secret = secret
         self._ucx = ucx
-        self._without: set[tuple[str, int]] = set()  # servers at which UCX has failed
+        self._without: dict[str, Deadline] = {}  # hosts at which UCX has failed, and until when it is not tried there
+        self._failures: Counter[str] = Counter()
 
     def open(self, address: Address, nbytes: int, deadline: Deadline, reach: Deadline | None = None) -> TcpSegment:
         channel = connect(address.place, address.port, str(address), self._secret, reach or deadline)
         channel.deadline = deadline
         receiving: UcxReceiving | None = None
-        if self._ucx and (address.place, address.port) not in self._without:
+        if self._ucx and not self._does_without(address.place):
             try:
-                receiving = UcxReceiving(channel, lambda: self._without.add((address.place, address.port)))
+                receiving = UcxReceiving(channel, partial(self._do_without, address.place))
             except PeerUnavailableError as error:
                 log.warning("bytes come by TCP", reason=error.reason)
                 self._ucx = False
         return TcpSegment(channel, address, nbytes, receiving)
+
+    def _does_without(self, host: str) -> bool:
+        return host in self._without and self._without[host].remaining_s() > 0
+
+    def _do_without(self, host: str, reason: str) -> None:
+        """UCX failed there: TCP for a while, which doubles each time, since what closes a port mostly stays."""
+        self._failures[host] += 1
+        seconds = WITHOUT_S * 2 ** min(self._failures[host] - 1, 6)
+        self._without[host] = Deadline(seconds)
+        log.warning("UCX failed; bytes come by TCP", peer=host, for_s=seconds, reason=reason)
 
 
 def reader_for(address: Address, secret: bytes, *, ucx: bool = False) -> SegmentReader:

@@ -58,6 +58,9 @@ it."""
 MAX_ADDRESS_BYTES = 16 * 1024
 MAX_KEPT = 4
 """Transfers that are not given back: each holds some 13 descriptors, and what it was to send in memory."""
+FIRST_S = 5.0
+"""Seconds within which the first bytes of a connection come by UCX, or TCP is used instead. Setting it up takes 10 ms;
+what a firewall drops never comes, and the time of one pull has to be enough for the same bytes by TCP."""
 SETTLE_S = 1.0
 """For what was under way to end: a reader that lives ends it within milliseconds."""
 QUIET_S = 0.05
@@ -157,23 +160,35 @@ class _Worker:
             address = self.ucx.UCXAddress.create_from_buffer(there.address)
             self.endpoint = self.ucx.UCXEndpoint.create_from_worker_address(self.worker, address, True)
 
-    def finish(self, request: Any) -> None:
-        """Wait for ``request``. Raises PeerUnavailableError: it failed, or the other side left or is silent."""
+    def finish(self, request: Any, limit: Deadline | None = None) -> None:
+        """Wait for ``request``, for ``limit`` at most.
+
+        Raises PeerUnavailableError: it failed, or the other side left or is silent.
+        """
         channel = self._channel
         while not request.completed:
             self.worker.progress()
             if request.completed:
                 break
             remaining_s = channel.deadline.remaining_s()
+            if limit is not None:
+                remaining_s = min(remaining_s, limit.remaining_s())
             if remaining_s and not self.worker.arm():
                 continue
             ready = [fd for fd, _ in self._woken.poll(1000 * remaining_s)]
             if not (remaining_s and ready):
-                raise PeerUnavailableError(channel.address, f"silent for longer than {channel.deadline.seconds:.1f} s")
+                raise self.silence(limit or channel.deadline)
             if ready == [channel.fileno()]:
-                raise PeerUnavailableError(channel.address, "closed while bytes were under way")
+                raise PeerUnavailableError(channel.address, "UCX: closed while bytes were under way")
         with self._named():
             request.check_error()
+
+    def silence(self, deadline: Deadline) -> PeerUnavailableError:
+        reason = (
+            f"UCX {self._version}: silent for longer than {deadline.seconds:.1f} s, on a port that UCX chose; the port "
+            "of this address does answer (docs/quickstarts.md says which ports UCX needs)"
+        )
+        return PeerUnavailableError(self._channel.address, reason)
 
     def begin(self, begin: Callable[[Any, int], Any], view: memoryview, tag: int) -> None:
         """Send or receive ``view``, behind what is under way. Raises PeerUnavailableError."""
@@ -181,13 +196,17 @@ class _Worker:
         with self._named():
             self._under_way.append((begin(array, self.ucx.UCXXTag(tag)), view))
 
-    def finish_first(self) -> memoryview:
-        """Wait for what was begun first of what is under way. Returns it.
+    def finish_first(self, limit: Deadline | None = None) -> memoryview:
+        """Wait for what was begun first of what is under way, for ``limit`` at most. Returns it.
 
         Raises PeerUnavailableError; what is under way then is for ``close`` to end.
         """
-        self.finish(self._under_way[0][0])
+        self.finish(self._under_way[0][0], limit)
         return self._under_way.popleft()[1]
+
+    def first_limit(self) -> Deadline:
+        """Until when the first bytes come; half of the time is left for the same bytes by TCP."""
+        return Deadline(min(FIRST_S, self._channel.deadline.left_s / 2))
 
     @property
     def num_under_way(self) -> int:
@@ -279,8 +298,8 @@ class UcxSending:
 class UcxReceiving:
     """The reading end of one connection. address: what the server sends to."""
 
-    def __init__(self, channel: Channel, failed: Callable[[], None] = lambda: None) -> None:
-        """failed: called where bytes did not come.
+    def __init__(self, channel: Channel, failed: Callable[[str], None] = lambda _: None) -> None:
+        """failed: called with the reason where bytes did not come.
 
         Raises PeerUnavailableError: UCX cannot be loaded, or has no way out.
         """
@@ -292,6 +311,17 @@ class UcxReceiving:
         self._ahead: deque[tuple[int, bytearray | None]] = deque()  # of what is under way: its size, what it lies in
         self._buffers: list[bytearray] = []  # for what comes before it is read
         self._rest: tuple[memoryview, bytearray] | None = None
+        self.has_come = False
+        """Whether any bytes did."""
+
+    def first_limit(self) -> Deadline:
+        return self._worker.first_limit()
+
+    def unanswered(self, deadline: Deadline) -> PeerUnavailableError:
+        """What to raise where the other side did not even answer within ``deadline``."""
+        error = self._worker.silence(deadline)
+        self._failed(error.reason)
+        return error
 
     def next_tag(self) -> int:
         """Where the tags of the next answer begin: drawn, so that nobody else sends what passes for it."""
@@ -309,8 +339,8 @@ class UcxReceiving:
     def _or_failed(self) -> Generator[None]:
         try:
             yield
-        except PeerUnavailableError:
-            self._failed()
+        except PeerUnavailableError as error:
+            self._failed(error.reason)
             self._worker.end()
             raise
 
@@ -322,7 +352,8 @@ class UcxReceiving:
         if self._rest is None:
             with self._or_failed():
                 self._go_ahead(view)
-                chunk = self._worker.finish_first()
+                chunk = self._worker.finish_first(None if self.has_come else self._worker.first_limit())
+                self.has_come = True
             nbytes, buffer = self._ahead.popleft()
             if buffer is None:
                 return nbytes

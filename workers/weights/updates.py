@@ -130,6 +130,7 @@ class WeightUpdates:
         self._awaited: WeightIdentity | None = None  # what a load is to make the engine serve
         self.served: WeightIdentity | None = None
         self.loading = False
+        self._said_way = ""
         self.stands_aside = False
         """Whether the orchestrator gives this worker no groups, since its loads failed."""
 
@@ -145,6 +146,12 @@ class WeightUpdates:
     def way(self) -> str:
         """How the last weights came: "inproc", "mapped", "tcp" or "ucx"."""
         return self._puller.way
+
+    def _note_way(self) -> None:
+        """Log how weights come, each time that this changes."""
+        if self.way != self._said_way:
+            log.info("weights come another way" if self._said_way else "weights come", way=self.way, was=self._said_way)
+            self._said_way = self.way
 
     async def prefetch(self) -> None:
         """Bring in each newest version, forever. What fails here is reported when it is to be loaded."""
@@ -266,6 +273,7 @@ class WeightUpdates:
                     finally:
                         pulled.close()
                     self.served = weights
+                    self._note_way()
                     if self.stands_aside:
                         log.info("standing aside no more: weights are loaded", weights=str(weights))
                     self.stands_aside = False

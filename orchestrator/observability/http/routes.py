@@ -208,6 +208,11 @@ class _Status(Collector):
         yield _labelled("streamrl_groups", "Groups by stage.", "stage", stages)
         yield _labelled("streamrl_queue_entries", "Entries of each stream.", "stream", status["queues"])
         yield from _workers(status["workers"])
+        aside_s = {
+            one["worker_id"]: one["aside_s"] for one in status.get("generation", ()) if one["aside_s"] is not None
+        }
+        text = "Seconds for which a worker has stood aside, since it cannot load the newest weights."
+        yield _labelled("streamrl_worker_aside_seconds", text, "worker", aside_s)
 
 
 def _requests(num_requests: int, open_ones: Collection[Mapping[str, float]]) -> Iterator[Metric]:
@@ -234,12 +239,23 @@ def _workers(workers: list[Mapping[str, Any]]) -> Iterator[Metric]:
     yield _labelled("streamrl_worker_idle_ratio", "Share of the last 10 s without work.", "worker", idle)
     running = {worker["worker"]: worker["running"] for worker in workers}
     yield _labelled("streamrl_worker_running_samples", "Samples that a worker decodes now.", "worker", running)
+    yield _by_way(workers)
     for counter, text in WORKER_COUNTERS.items():
         family = CounterMetricFamily(f"streamrl_worker_{counter}", text, labels=["worker"])
         for worker in workers:
             if counter in worker["counters"]:
                 family.add_metric([worker["worker"]], worker["counters"][counter])
         yield family
+
+
+def _by_way(workers: list[Mapping[str, Any]]) -> Metric:
+    """How the last weights of each generation worker came: the way is a label, as of an info metric."""
+    text = "1 for the way by which a worker's last weights came: inproc, mapped, tcp, ucx."
+    family = GaugeMetricFamily("streamrl_worker_weights_way", text, labels=["worker", "way"])
+    for worker in workers:
+        if worker.get("way"):
+            family.add_metric([worker["worker"], worker["way"]], 1.0)
+    return family
 
 
 def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:

@@ -103,12 +103,12 @@ function updateLane(row, lane, worker, status) {
   draw(canvas, lane, row.dataset.key);
 }
 
-/** Which weights a generation worker serves, how they came where they were not mapped, and how far behind that is. */
+/** Which weights a generation worker serves, how they came, and how far behind that is. */
 function versionText(worker, status) {
   const known = (status.generation || []).find((one) => one.worker_id === worker.worker);
   if (!known || !known.loaded) return "";
   const behind = status.newest ? status.newest.version - known.loaded.version : 0;
-  const way = worker.way && worker.way !== "mapped" ? ` by ${worker.way}` : "";
+  const way = worker.way ? ` by ${worker.way}` : "";
   return behind > 0 ? `v${known.loaded.version}${way}, ${behind} behind` : `v${known.loaded.version}${way}`;
 }
 
