@@ -508,7 +508,8 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
         pinned = f"the evaluation of {fleet.pin}, before newer weights are loaded"
         return _wait(p, "weights", pinned, _names(worker.worker_id for worker in kept))
     loading = [worker for worker in healthy if worker.loading is not None] or healthy
-    return _wait(p, "weights", f"weights {fleet.newest} to be loaded", _names(worker.worker_id for worker in loading))
+    wait = _wait(p, "weights", f"weights {fleet.newest} to be loaded", _names(worker.worker_id for worker in loading))
+    return msgspec.structs.replace(wait, why=next((one.load_reason for one in loading if one.load_reason), ""))
 
 
 def _aside(p: Pipeline, workers: Sequence[Worker]) -> Wait:

@@ -425,14 +425,25 @@ class Supervisor:
         deadline_s = time.monotonic() + outage_s
         while True:
             try:
-                await write()
+                await _within(write(), deadline_s - time.monotonic(), broker)
             except BrokerUnavailableError as error:
-                if time.monotonic() > deadline_s:
+                if time.monotonic() >= deadline_s:
                     reason = f"{error.reason}; it took no write for {outage_s:.0f} s. Everything is kept; {self._go_on}"
                     raise self._disk_full or type(error)(error.address, reason) from error
                 self._console.broker_is_away(error, outage_s)
             else:
                 self._console.broker_is_back()
                 return
-            await self._console.show(broker)
+            if broker.away() is None:  # it is full, and can be read
+                await self._console.show(broker)
             await asyncio.sleep(POLL_S)
+
+
+async def _within(write: Awaitable[object], seconds: float, broker: Broker) -> None:
+    """``write``, for ``seconds`` at most: a call tries on for longer. Raises BrokerUnavailableError."""
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await write
+    except TimeoutError as error:
+        away = broker.away()
+        raise BrokerUnavailableError(away.address if away else "", away.reason if away else "no answer") from error

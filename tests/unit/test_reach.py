@@ -65,11 +65,11 @@ async def test_an_outage_of_any_cause_is_said_once_and_so_is_its_end(
     reach.look()
     clock.advance(20.0)
     reach.look()
-    assert said == [f"broker redis:6379 is away since 3 s ({reason}), waiting until 60 s"]
-    assert str(reach.away()) == f"broker redis:6379 is away since 23 s ({reason}), waiting until 60 s"
+    assert said == [f"broker redis:6379 is away since 2 s ({reason}), waiting until 60 s"]
+    assert str(reach.away()) == f"broker redis:6379 is away since 22 s ({reason}), waiting until 60 s"
     reach.answered(reach.sent())
     assert reach.away() is None
-    assert said[1:] == ["broker redis:6379 is back after 23 s"]
+    assert said[1:] == ["broker redis:6379 is back after 22 s"]
     reach.close()
 
 
