@@ -86,6 +86,26 @@ async def test_an_answer_that_a_broker_may_hold_back_is_not_late_before_its_time
     reach.close()
 
 
+async def test_the_last_answers_of_a_broker_whose_packets_are_dropped_do_not_vouch_for_it(said: list[str]):
+    """What it owed when the wall went up still comes out: a read that it held back."""
+    clock = ManualClock()
+    reach = Reach("redis:6379", 60.0, now_s=clock.now_s)
+    first, second = reach.sent(block_s=2.0), reach.sent(block_s=5.0)
+    clock.advance(0.5)
+    reach.sent()  # a heartbeat that never arrives
+    clock.advance(2.0)
+    reach.answered(first)
+    clock.advance(SAY_AFTER_S - 2.0)
+    reach.look()
+    assert said == ["broker redis:6379 is away since 2 s (no answer), waiting until 60 s"]
+    clock.advance(1.0)
+    reach.answered(second)
+    assert len(said) == 1
+    reach.answered(reach.sent())
+    assert len(said) == 2
+    reach.close()
+
+
 async def test_an_exchange_that_nobody_waits_for_says_nothing_of_the_broker():
     clock = ManualClock()
     reach = Reach("redis:6379", 60.0, now_s=clock.now_s)

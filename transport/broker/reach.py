@@ -8,7 +8,7 @@ An exchange that has no answer yet counts as well: a broker that is stopped, or 
 for as long as a reply may take, which is longer than people should be left without a word.
 
 Owns: since when the broker is away, why, and the two lines. Never: retries, or how long a call waits (redis_link.py).
-Invariant: any answer ends an outage.
+Invariant: the answer to anything that was sent since an outage began ends it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -58,10 +59,8 @@ class Reach:
         self._until_s = until_s
         self._now_s = now_s
         self._number = itertools.count()
-        self._due_s: dict[
-            int, float
-        ] = {}  # of each open exchange: when an answer of a sound broker comes, at the latest
-        self._heard_s = now_s()
+        self._open: dict[int, tuple[float, float]] = {}  # by exchange: when it was sent, when its answer is due
+        self._vouched_s = now_s()  # when the newest exchange was sent that was answered: the broker was there then
         self._failing_s: float | None = None
         self._reason = ""
         self._said_s: float | None = None
@@ -70,31 +69,34 @@ class Reach:
 
     def sent(self, block_s: float = 0.0) -> int:
         """An exchange begins. block_s: for how long the broker may hold its answer back. Returns its number."""
-        number = next(self._number)
-        self._due_s[number] = self._now_s() + block_s
+        number, now_s = next(self._number), self._now_s()
+        self._open[number] = now_s, now_s + block_s
         self._arm()
         return number
 
     def answered(self, number: int) -> None:
-        self._due_s.pop(number, None)
-        self._heard_s = self._now_s()
-        self._failing_s = None
-        if self._said_s is not None:
-            seconds, self._said_s = self._heard_s - self._said_s, None
+        """An answer to what was sent before an outage began may be all that still comes, and does not end it."""
+        now_s = self._now_s()
+        sent_s, _ = self._open.pop(number, (now_s, now_s))
+        self._vouched_s = max(self._vouched_s, sent_s)
+        if self._failing_s is not None and sent_s >= self._failing_s:
+            self._failing_s = None
+        if self._said_s is not None and sent_s >= self._said_s:
+            seconds, self._said_s = now_s - self._said_s, None
             _say(f"broker {self._address} is back after {seconds:.0f} s", logging.INFO)
 
     def failed(self, number: int, error: BaseException) -> None:
         """It ended without a usable answer."""
-        due_s = self._due_s.pop(number, None)
+        now_s = self._now_s()
+        _, due_s = self._open.pop(number, (now_s, now_s))
         self._reason = reason_of(error)
         if self._failing_s is None:
-            silent = isinstance(error, TimeoutError) and due_s is not None
-            self._failing_s = due_s if silent and due_s is not None else self._now_s()
+            self._failing_s = min(due_s, now_s) if isinstance(error, TimeoutError) else now_s
         self._arm()
 
     def dropped(self, number: int) -> None:
         """Nobody waits for its answer any more, which says nothing of the broker."""
-        self._due_s.pop(number, None)
+        self._open.pop(number, None)
 
     def away(self) -> Away | None:
         """None while it answers, or is silent for less than SAY_AFTER_S."""
@@ -109,21 +111,21 @@ class Reach:
         """Say once that it is away, as soon as it is."""
         away = self.away()
         if away is not None and self._said_s is None:
-            self._said_s = self._now_s() - away.seconds
+            self._said_s = self._since_s()
             _say(str(away), logging.WARNING)
 
     def close(self) -> None:
-        self._due_s.clear()
+        self._open.clear()
         self._failing_s = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _since_s(self) -> float | None:
-        """When the outage began; None: there is none. An answer that came after an exchange was due vouches for it."""
-        late_s = min((due_s for due_s in self._due_s.values() if due_s >= self._heard_s), default=None)
-        found = [since_s for since_s in (self._failing_s, late_s) if since_s is not None]
-        return min(found, default=None)
+        """When the outage began; None: nothing is late. An exchange that a later one overtook is slow by itself."""
+        late = (due_s for sent_s, due_s in self._open.values() if sent_s >= self._vouched_s)
+        since_s = min(self._failing_s if self._failing_s is not None else math.inf, *late, math.inf)
+        return since_s if since_s <= self._now_s() else None
 
     def _arm(self) -> None:
         if self._timer is None:
@@ -134,7 +136,7 @@ class Reach:
         self._timer = None
         if self._now_s() - self._look_due_s <= MAX_LATE_S:
             self.look()
-        if self._due_s or self._failing_s is not None:
+        if self._open or self._failing_s is not None:
             self._arm()
 
 
