@@ -270,8 +270,8 @@ async def test_a_reward_that_computes_nothing_is_named_before_the_run(do: str, r
 
 
 async def test_a_function_that_cannot_be_called_is_named_with_its_parameters() -> None:
-    with pytest.raises(RewardSetupError, match=r"parameters \(prompt: .*It is called \(prompt, response, entry\)"):
-        async with pool("two_parameters"):
+    with pytest.raises(RewardSetupError, match=r"parameters \(args: .*It is called \(prompt, response, entry\)"):
+        async with pool("of_slime"):
             pass
 
 
