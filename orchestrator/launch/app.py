@@ -45,7 +45,7 @@ from orchestrator.core.view import rows_reported
 from orchestrator.errors import ConfigError, ExitCode, Interrupted, RunFailedError
 from orchestrator.http import check_listening, open_listener
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
-from orchestrator.launch.checks import FIRST_ANSWER_S, check_cluster, check_inputs, prepare_model
+from orchestrator.launch.checks import FIRST_ANSWER_S, check_cluster, check_inputs, prepare_model, remarks
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.growth import STOP_GRACE_S, add_workers, report_loss, tell_pending
 from orchestrator.launch.launchers.base import ProcessSpec
@@ -155,8 +155,10 @@ def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Pat
         print(said)
         return ExitCode.OK
     check_listening(settings.api)
-    check_inputs(settings)
+    problems = check_inputs(settings)
     configure_logs(process="orchestrator")
+    for remark in remarks(settings, problems):
+        log.warning(remark)
     return _run(_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir, grows=grows))
 
 

@@ -22,7 +22,7 @@ from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCo
 from orchestrator.http import check_endpoint, check_listening
 from orchestrator.launch.processes import Children, last_words
 from orchestrator.loop.ranking import open_ranker
-from orchestrator.prompts.dataset import Problem, load_problems
+from orchestrator.prompts.dataset import Problem, Problems, load_problems
 from orchestrator.prompts.source import trial_rows
 from ranker.protocol import RankerError
 from transport.broker.redis_streams import connect
@@ -45,31 +45,31 @@ FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
 
-def check_inputs(settings: Settings) -> Sequence[Problem]:
+def check_inputs(settings: Settings, *, scored: bool = True) -> Problems:
     """Read the files that settings name once before anything starts: a mistake in them is answered at once.
 
+    scored: responses will be.
+
     A run without a trainer has neither data nor a ranker.
-    Returns: what would be trained on.
     Raises: DataError naming the file; ConfigError for a task whose answers may not be graded.
     """
     if settings.trainer.engine == "none":
-        return ()
-    loaded = None
+        return Problems(training=[], held_out=[])
+    loaded = Problems(training=[], held_out=[])
     refused = {
         name: refusal(data.task) for name, data in data_parts(settings.data).items() if _verifies(settings, data)
     }
     tasks = [data.task for data in data_parts(settings.data).values()]
     if not any(refused.values()) or not set(tasks) & set(REFUSED):  # a misspelt name is said first, none refused loaded
-        loaded = load_problems(settings)
+        loaded = load_problems(settings, scored=scored)
     for name, reason in refused.items():
         if reason:
             key = f"data.mix.{name}.task" if name else "data.task"
             raise ConfigError(f"{key}: {reason}", key="data.mix" if name else key)
-    problems = loaded.training if loaded else ()
-    if loaded and settings.scoring.reward == CODE_REWARD:
+    if settings.scoring.reward == CODE_REWARD:
         check_code_tasks((*loaded.training, *loaded.held_out))
     check_ranker_files(settings)
-    return problems
+    return loaded
 
 
 def check_ranker_files(settings: Settings) -> None:
@@ -81,14 +81,21 @@ def check_ranker_files(settings: Settings) -> None:
             raise DataError(str(error)) from error
 
 
-def remarks(settings: Settings, problems: Iterable[Problem]) -> list[str]:
+def remarks(settings: Settings, problems: Problems) -> list[str]:
     """What is allowed, and hardly meant, a sentence each."""
     said: list[str] = []
     warmup, batches = settings.trainer.warmup_batches, settings.run.batches
     if warmup >= batches and settings.trainer.engine != "none":
         rate = "the rate never comes to trainer.lr"
         said.append(f"trainer.warmup_batches = {warmup} is not below run.batches = {batches}: {rate}")
-    counts = Counter(problem.part for problem in problems)
+    if problems.also_held_out:
+        one = problems.also_held_out == 1
+        rows = "1 row asks" if one else f"{problems.also_held_out} rows ask"
+        said.append(f"{rows} what a held-out row asks, and {'stays' if one else 'stay'} out of training")
+    if problems.repeated:
+        rows = "1 row repeats" if problems.repeated == 1 else f"{problems.repeated} rows repeat"
+        said.append(f"{rows} the prompt of another row of the training data")
+    counts = Counter(problem.part for problem in problems.training)
     shares = {name: part.weight for name, part in settings.data.mix.items()} or {"": 1.0}
     for name, weight in shares.items():
         wanted = weight / sum(shares.values()) * settings.pipeline.groups_per_batch
@@ -211,10 +218,11 @@ def check_workers_inputs(settings: Settings) -> None:
             raise DataError(f"generation.lengths: {error}") from error
 
 
-async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None:
+async def check_workers(settings: Settings, problems: Sequence[Problem]) -> list[str]:
     """Have a worker process look for what would end the workers of this host, where settings name anything of the kind.
 
-    problems: the reward is tried on the first of them.  Raises: ConfigError, ChildFailedError.
+    problems: the reward is tried on the first of them.
+    Returns: remarks on what it found, a sentence each.  Raises: ConfigError, ChildFailedError.
     """
     scoring, generation = settings.scoring, settings.generation
     here = settings.launcher.kind == "local"
@@ -223,17 +231,17 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     models = scoring.reward_model or settings.algorithm.teacher
     foreign = scoring.reward or models or own or settings.environments or generation.engine in SERVER_ENGINES
     if not (foreign or any(name.startswith("cuda") for name in devices)):
-        return
+        return []
     asked = [public(settings), trial_rows(problems, scoring)]
     process = await asyncio.create_subprocess_exec(
         *python_module("workers", "check"),
         stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         preexec_fn=ending_with_this_process(),
     )
     try:
-        _, said = await process.communicate(b"\n".join(map(msgspec.json.encode, asked)))
+        found, said = await process.communicate(b"\n".join(map(msgspec.json.encode, asked)))
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -242,6 +250,7 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
         if process.returncode == ExitCode.BAD_CONFIG:
             raise ConfigError(words)
         raise ChildFailedError("check", process.returncode, words)
+    return found.decode(errors="replace").splitlines()
 
 
 async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:

@@ -123,14 +123,14 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     settings = resolved.settings
     check_workers_inputs(settings)
     problems = check_inputs(settings)
-    await check_workers(settings, () if resume else problems)
+    doubts = await check_workers(settings, () if resume else problems.training)
     rundir.claim(render(resolved), resume=resume)
     view = open_view(plain=plain)
     log_file = (rundir.logs / "supervisor.log").open("a", encoding="utf-8", buffering=1)
     try:
         configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
         note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
-        for remark in remarks(settings, problems):
+        for remark in (*remarks(settings, problems), *doubts):
             view.note(f"note: {remark}")
         supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
         try:

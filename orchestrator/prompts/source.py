@@ -80,12 +80,15 @@ class PromptSource(Protocol):
         """Hear how a prompt's slot ended."""
 
 
-def open_source(settings: Settings, model_dir: Path) -> ShuffledSource | MixedSource:
-    """The training prompts. model_dir: Hugging Face directory of the model. Raises DataError."""
+def open_source(settings: Settings, model_dir: Path, *, scored: bool = True) -> ShuffledSource | MixedSource:
+    """The training prompts. model_dir: Hugging Face directory of the model.  scored: responses will be.
+
+    Raises DataError.
+    """
     data = settings.data
     encoder = PromptEncoder(load_tokenizer(model_dir), data, opening_alone=settings.endpoint.enabled)
     limit = context_limit(settings, model_dir)
-    problems = load_problems(settings).training
+    problems = load_problems(settings, scored=scored).training
     parts: dict[str, ShuffledSource] = {}
     for name in data_parts(data):
         of_part = [problem for problem in problems if problem.part == name]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.config.load import resolve
 from orchestrator.errors import ConfigError, DataError
+from orchestrator.launch.checks import remarks
 from orchestrator.prompts.dataset import Problem, Problems, load_problems
 from orchestrator.prompts.source import (
     PromptEncoder,
@@ -608,3 +609,89 @@ def test_a_broken_tokenizer(model_dir: Path, tmp_path: Path):
 def test_a_source_of_one_problem_never_ends(tokenizer: PreTrainedTokenizerFast):
     source = ShuffledSource([problem(0, 3)], PromptEncoder(tokenizer, DataSettings()), seed=0, shuffle=True, passes=0)
     assert names(source, 3) == ["p/0"] * 3
+
+
+# --- answers and files from elsewhere ---------------------------------------------------------------------------------
+
+
+OWN = "scoring.reward="
+"""Our own verifier compares."""
+NESTED = [
+    {"prompt": f"{n} + 1?", "reward_model": {"style": "rule", "ground_truth": [str(n + 1), "?"]}} for n in range(3)
+]
+
+
+@pytest.mark.parametrize(
+    ("column", "answer"),
+    [
+        ("reward_model.truth", ["1", "?"]),  # spellings that are all right
+        ("reward_model.truth.0", "1"),
+    ],
+)
+def test_a_column_may_be_within_another(tmp_path: Path, column: str, answer: object) -> None:
+    first = load_problems(of_rows(tmp_path, NESTED, f"data.answer_column={column}", OWN, "eval.problems=0")).training[0]
+    assert json.loads(first.entry_json)["answer"] == answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (
+            {"style": "rule", "ground_truth": "4"},
+            r'an object with the keys .*set data.answer_column = "answer.ground_truth"',
+        ),
+        ([{"text": "4"}], "is a list, and not one of texts or numbers"),
+        ([], "is a list, and not one of texts or numbers"),
+        (None, r"has no answer \(null\)"),
+        ("  ", "is empty"),
+        ("reasoning, and nothing behind it ####", "is empty"),
+        ("4" * 1_100_000, "has 1100000 characters"),
+    ],
+)
+def test_an_answer_that_cannot_be_compared_is_named_with_its_row(tmp_path: Path, answer: object, says: str) -> None:
+    rows = [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": "3 + 1?", "answer": answer}]
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 2: .*{says}"):
+        load_problems(of_rows(tmp_path, rows))
+    assert load_problems(of_rows(tmp_path, rows, "scoring.reward=mine:reward")).training, (
+        "a user's reward reads any answer"
+    )
+    assert load_problems(of_rows(tmp_path, rows), scored=False).training
+
+
+def test_a_column_that_is_not_in_its_row_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"row 1: no column 'reward_model.truth'; 'truth' is not in it; it has 'prompt'"
+    ):
+        load_problems(of_rows(tmp_path, NESTED, "data.answer_column=reward_model.truth"))
+
+
+def test_files_may_be_named_by_a_glob_a_directory_or_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/rows.jsonl", "b/rows.jsonl", "b/others.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"prompt": name, "answer": "1"}) + "\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def ids(path: str) -> list[str]:
+        asked = settings("data.source=jsonl", f"data.path={path}", "eval.problems=0")
+        return [one.prompt_id for one in load_problems(asked).training]
+
+    assert ids(f"{tmp_path}/*/rows.jsonl") == ids("~/*/rows.jsonl") == ["a/rows.jsonl/1", "b/rows.jsonl/1"]
+    assert ids("~/a/rows.jsonl") == ids("~/a") == ["rows.jsonl/1"]
+    for nothing in ("~/c*/rows.jsonl", f"{tmp_path}"):
+        with pytest.raises(DataError, match=r"data.path: .* names no file"):
+            ids(nothing)
+
+
+def test_what_is_held_out_is_not_trained_on_with_other_white_space_and_is_counted(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps({"prompt": "question 1", "answer": "1"}) + "\n")
+    rows = [*questions(3), {"prompt": " question  1\n", "answer": "1"}, {"prompt": "question 2 ", "answer": "2"}]
+    loaded = load_problems(of_rows(tmp_path, rows, f"eval.path={held}", "eval.problems=1"))
+    assert [one.question for one in loaded.training] == ["question 0", "question 2", "question 2 "]
+    assert (loaded.also_held_out, loaded.repeated) == (2, 1)
+    assert remarks(settings(), loaded)[:2] == [
+        "2 rows ask what a held-out row asks, and stay out of training",
+        "1 row repeats the prompt of another row of the training data",
+    ]

@@ -17,8 +17,8 @@ from transport.contracts.settings import SERVER_ENGINES, GenerationSettings, Set
 from workers.environments.pool import Environments
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, ModelError
 from workers.models import choose_device, model_cache, prepare_model, prepare_reward_model, try_chat_template
-from workers.scoring.reward_pool import open_pool
-from workers.scoring.rewards import Sample, reward_spec
+from workers.scoring.reward_pool import RewardPool, open_pool, right_over_wrong
+from workers.scoring.rewards import Sample, digit_share, reward_spec, unrewarded
 from workers.user_functions.advantage import own_advantages
 
 
@@ -73,13 +73,21 @@ def _check_engine(generation: GenerationSettings) -> None:
 
 
 async def _try_reward(settings: Settings, trial: TrialRows) -> None:
+    """Raises RewardSetupError. Prints why a user's reward looks as if it did not know right answers."""
     scoring = settings.scoring
     pool = open_pool(settings, reward_spec(settings, scoring.reward, scoring.reward_path), processes=1)
     samples = [Sample(prompt=row.prompt, response=row.response, entry=row.entry.encode()) for row in trial.rows]
     try:
         await pool.start(samples)
+        compared = isinstance(pool, RewardPool) and scoring.reward not in KNOW_NO_ANSWERS
+        if compared and (doubt := await right_over_wrong(pool, samples, scoring.answer_marker)):
+            print(doubt)
     finally:
         await pool.close()
+
+
+KNOW_NO_ANSWERS = tuple(f"workers.scoring.rewards:{reward.__name__}" for reward in (digit_share, unrewarded))
+"""Rewards of ours that look at no answer."""
 
 
 async def _try_environment(settings: Settings, trial: TrialRows) -> None:

@@ -149,9 +149,12 @@ def _grade_of(part: VerifiedPart) -> Grade:
 # --- own verifiers ----------------------------------------------------------------------------------------------------
 
 
-def right_answer(entry: Entry) -> str:
-    """The right answer; GSM8K writes its reasoning before ``####``."""
-    return str(entry.get("answer", "")).rsplit("####", 1)[-1].strip()
+def right_answers(entry: Entry) -> list[str]:
+    """The right answer, or all spellings of it; GSM8K writes its reasoning before ``####``."""
+    answer = entry.get("answer")
+    spellings = answer if isinstance(answer, list) else [answer]
+    texts = [str(one).rsplit("####", 1)[-1].strip() for one in spellings if one is not None]
+    return [text for text in texts if text]
 
 
 UNREADABLE = (
@@ -205,7 +208,7 @@ def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade]) -> Scorer:
             raise RewardError(
                 f"the task entry is of part {entry.get('part')!r:.60}, which is none of this run's data.mix"
             )
-        if not (right_one := right_answer(entry)):
+        if not (spellings := right_answers(entry)):
             raise RewardError("the task entry has no answer to compare with")
         asked = spec.answer_marker.casefold() in prompt.casefold()
         answer = find_answer(response, spec.answer_marker, marker_asked=asked)
@@ -213,7 +216,7 @@ def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade]) -> Scorer:
         try:
             with _cpu_limit(GRADE_CPU_S):
                 # a number where a number is asked for, or "Answer: <result>" would pay
-                well_formed = answer is not None and (reads_as_number(answer) or not reads_as_number(right_one))
+                well_formed = answer is not None and (reads_as_number(answer) or not reads_as_number(spellings[0]))
                 right = answer is not None and well_formed and grade(answer, entry)
         except (*UNREADABLE, _OutOfTimeError):
             right = False
@@ -247,7 +250,7 @@ def _gym_grade(spec: VerifiedPart) -> Grade:
 def _answer_grade() -> Grade:
     """The comparison with the entry's answer; loads the libraries of mathematics."""
     load_mathematics()
-    return lambda answer, entry: same_answer(right_answer(entry), answer)
+    return lambda answer, entry: any(same_answer(one, answer) for one in right_answers(entry))
 
 
 # --- user's functions -------------------------------------------------------------------------------------------------
