@@ -616,9 +616,7 @@ def test_a_source_of_one_problem_never_ends(tokenizer: PreTrainedTokenizerFast):
 
 OWN = "scoring.reward="
 """Our own verifier compares."""
-NESTED = [
-    {"prompt": f"{n} + 1?", "reward_model": {"style": "rule", "ground_truth": [str(n + 1), "?"]}} for n in range(3)
-]
+NESTED = [{"prompt": f"{n} + 1?", "reward_model": {"style": "rule", "truth": [str(n + 1), "?"]}} for n in range(30)]
 
 
 @pytest.mark.parametrize(
@@ -651,11 +649,10 @@ def test_a_column_may_be_within_another(tmp_path: Path, column: str, answer: obj
 def test_an_answer_that_cannot_be_compared_is_named_with_its_row(tmp_path: Path, answer: object, says: str) -> None:
     rows = [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": "3 + 1?", "answer": answer}]
     with pytest.raises(DataError, match=rf"rows.jsonl, row 2: .*{says}"):
-        load_problems(of_rows(tmp_path, rows))
-    assert load_problems(of_rows(tmp_path, rows, "scoring.reward=mine:reward")).training, (
-        "a user's reward reads any answer"
-    )
-    assert load_problems(of_rows(tmp_path, rows), scored=False).training
+        load_problems(of_rows(tmp_path, rows, OWN))
+    every = "eval.problems=0"
+    assert load_problems(of_rows(tmp_path, rows, "scoring.reward=mine:reward", every)).training, "it reads any answer"
+    assert load_problems(of_rows(tmp_path, rows, OWN, every), scored=False).training
 
 
 def test_a_column_that_is_not_in_its_row_is_named(tmp_path: Path) -> None:
