@@ -37,7 +37,7 @@ from transport.contracts.settings import ParamValue, Settings, data_parts
 from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.child import frame, own_streams, read_frame
-from workers.scoring.graders import OUR_GRADERS, Entry, Grade, forbid_code_from_text
+from workers.scoring.graders import OUR_GRADERS, Entry, Grade, bounded, forbid_code_from_text
 from workers.scoring.jail import confine
 from workers.user_functions.imports import find_in, import_function
 
@@ -222,14 +222,14 @@ def _gym_grade(spec: VerifiedPart) -> Grade:
     if reason := refusal(task):
         raise RewardSetupError(reason)
     if task in OUR_GRADERS:
-        return OUR_GRADERS[task]
+        return bounded(task, OUR_GRADERS[task])
     import reasoning_gym
 
     try:
         dataset = reasoning_gym.create_dataset(task, size=1, seed=0, **params)
     except (ValueError, TypeError, AssertionError) as error:  # it checks its configuration with assert
         raise RewardSetupError(f"reasoning_gym cannot make task {task!r} with {dict(params)}: {error}") from error
-    return lambda answer, entry: dataset.score_answer(answer, dict(entry)) >= 1.0
+    return bounded(task, lambda answer, entry: dataset.score_answer(answer, dict(entry)) >= 1.0)
 
 
 def _answer_grade() -> Grade:
