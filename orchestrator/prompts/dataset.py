@@ -341,10 +341,9 @@ def _check_answer(answer: object, column: str, where: str) -> None:
     remedy = "name another column, leave the row out, or score with a reward of yours (scoring.reward)"
     match answer:
         case dict():
-            keys = [
-                str(key) for key, value in cast("dict[object, object]", answer).items() if not isinstance(value, dict)
-            ]
-            within = f'set data.answer_column = "{column}.{keys[0]}"' if keys else remedy
+            keys = [str(key) for key in cast("dict[object, object]", answer)]
+            likely = next((key for key in LIKELY_ANSWERS if key in keys), keys[0] if keys else "")
+            within = f'set data.answer_column = "{column}.{likely}", or the key that holds it' if likely else remedy
             named = ", ".join(map(repr, keys[:6])) or "none"
             raise DataError(f"{where}: the answer in column {column!r} is an object with the keys {named}: {within}")
         case list():

@@ -656,10 +656,9 @@ def test_an_answer_that_cannot_be_compared_is_named_with_its_row(tmp_path: Path,
 
 
 def test_a_column_that_is_not_in_its_row_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"row 1: no column 'reward_model.truth'; 'truth' is not in it; it has 'prompt'"
-    ):
-        load_problems(of_rows(tmp_path, NESTED, "data.answer_column=reward_model.truth"))
+    says = r"row 1: no column 'reward_model.gold'; 'gold' is not in it; it has 'prompt', 'reward_model'"
+    with pytest.raises(DataError, match=says):
+        load_problems(of_rows(tmp_path, NESTED, "data.answer_column=reward_model.gold"))
 
 
 def test_files_may_be_named_by_a_glob_a_directory_or_the_home_directory(

@@ -17,15 +17,15 @@ import unicodedata
 MAX_ROUNDS = 32
 """Wrappers within wrappers that are taken off an answer; real answers have at most five."""
 
-DECORATION = "*` '\"\u2018\u2019\u201c\u201d\u00ab\u00bb\u2713\u2714\u2705"
-"""Emphasis, quotation and check marks at either end of an answer: a model that quotes the asked form closes the
-quotation mark after it."""
+DECORATION = "*` \u2713\u2714\u2705"
+"""Emphasis and check marks at either end of an answer."""
+QUOTES = "'\"\u2018\u2019\u201c\u201d\u00ab\u00bb"
 STOPS = ".;,\u3002\uff0e"
 """Punctuation that ends a sentence or a clause."""
 
 PAIRS = (
     *(("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("```", "```"), ("**", "**"), ("__", "__")),
-    *(("`", "`"), ("<", ">")),
+    *(("`", "`"), ("<", ">"), ("'", "'"), ('"', '"'), ("\u2018", "\u2019"), ("\u201c", "\u201d"), ("\u00ab", "\u00bb")),
 )
 """Wrappers with an opening and a closing mark, longer marks first."""
 STYLES = (
@@ -42,32 +42,36 @@ _TAGGED = re.compile(r"<([A-Za-z][\w-]*)>(.*)</\1>", re.DOTALL)
 _LANGUAGE = re.compile(r"```[a-z]*\n")
 
 
-def find_answer(response: str, marker: str, *, marker_asked: bool) -> str | None:
+def find_answer(response: str, marker: str, *, marker_asked: bool, lines: int = 1) -> str | None:
     """The answer that ``response`` gives, unwrapped; None where it gives none.
 
     Args:   marker: text before an answer, in any case; the last one counts.
+            lines: lines of the right answer, as many of which the answer may have.
             marker_asked: the prompt asks for the marker, so that an answer without it is none. Elsewhere the last
             ``\\boxed{}`` counts, then a response of a single line.
     """
-    found = extract_answer(response, marker)
+    found = extract_answer(response, marker, lines=lines)
     if found is not None or marker_asked:
         return found
     if (boxed := last_box(response)) is not None:
         return unwrap(boxed) or None
     text = response.strip()
-    return (unwrap(text) or None) if text and len(text.splitlines()) == 1 else None
+    return (unwrap(text) or None) if text and len(text.splitlines()) <= lines else None
 
 
-def extract_answer(response: str, marker: str) -> str | None:
-    """The text behind the last ``marker``, unwrapped, on one line; None where there is no marker or nothing behind it.
+def extract_answer(response: str, marker: str, *, lines: int = 1) -> str | None:
+    """The text behind the last ``marker``, unwrapped; None where there is no marker or nothing behind it.
 
     The text ends with its line, or with the wrapper that it opens. The next line counts where the marker's is empty.
     """
-    ends = [found.end() for found in re.finditer(re.escape(marker), response, re.IGNORECASE)]
-    if not ends:
+    places = [found.span() for found in re.finditer(re.escape(marker), response, re.IGNORECASE)]
+    if not places:
         return None
-    rest = response[ends[-1] :].lstrip(" \t*:=\r\n")
-    line = rest.partition("\n")[0]
+    begin, end = places[-1]
+    rest = response[end:].lstrip(" \t*:=\r\n")
+    line = "\n".join(rest.split("\n", lines)[:lines])
+    if response[:begin][-1:] in tuple(QUOTES):  # the asked form is quoted as a whole
+        line = line.rstrip().rstrip(STOPS).rstrip(QUOTES)
     for opening, closing in (*PAIRS[:5], ("\\boxed{", "}"), ("\\begin{", "\\end{")):
         if line.startswith(opening) and closing not in line[len(opening) :]:
             inside, closed, behind = rest[len(opening) :].partition(closing)
@@ -77,7 +81,7 @@ def extract_answer(response: str, marker: str) -> str | None:
     answer = unwrap(line)
     if (boxed := last_box(answer)) is not None:
         answer = unwrap(boxed)
-    return " ".join(answer.split()) or None
+    return (answer if lines > 1 else " ".join(answer.split())) or None
 
 
 def last_box(text: str) -> str | None:

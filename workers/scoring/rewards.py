@@ -27,7 +27,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Literal, Protocol, TypeAlias
@@ -41,7 +41,7 @@ from workers.errors import RewardError, RewardSetupError
 from workers.scoring.answers import find_answer
 from workers.scoring.child import frame, own_streams, read_frame
 from workers.scoring.equality import load_mathematics, reads_as_number, same_answer
-from workers.scoring.graders import OUR_GRADERS, Entry, Grade, forbid_code_from_text
+from workers.scoring.graders import OUR_GRADERS, Entry, Grade, bounded, forbid_code_from_text
 from workers.scoring.jail import confine
 from workers.scoring.user_reward import Reward, UserReward
 from workers.user_functions.imports import find_in, import_function
@@ -136,10 +136,11 @@ def build_reward(spec: RewardSpec) -> Scorer:
     """Import what the reward needs. Takes seconds; raises RewardSetupError that says what is missing."""
     if spec.function:
         return _user_reward(spec.function, spec.path)
-    grades = {name: _grade_of(part) for name, part in spec.parts.items()}
-    if not grades or spec.source != "reasoning_gym":  # held-out rows of a file of their own are of no part
-        grades[""] = _grade_of(VerifiedPart(source=spec.source, task=spec.task, params=spec.params))
-    return _own_verifier(spec, grades)
+    parts = dict(spec.parts)
+    if not parts or spec.source != "reasoning_gym":  # held-out rows of a file of their own are of no part
+        parts[""] = VerifiedPart(source=spec.source, task=spec.task, params=spec.params)
+    compared = {name for name, part in parts.items() if part.source != "reasoning_gym"}
+    return _own_verifier(spec, {name: _grade_of(part) for name, part in parts.items()}, compared)
 
 
 def _grade_of(part: VerifiedPart) -> Grade:
@@ -199,24 +200,31 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade]) -> Scorer:
-    """grades: by the part that an entry is of; "": of an entry that names none."""
+def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade], compared: Collection[str]) -> Scorer:
+    """grades: by the part that an entry is of; "": of an entry that names none.  compared: parts whose entries have the
+    right answer.
+    """
 
     def score(prompt: str, response: str, entry: Entry) -> Reward:
-        grade = grades.get(str(entry.get("part", "")))
+        part = str(entry.get("part", ""))
+        grade = grades.get(part)
         if grade is None:
             raise RewardError(
                 f"the task entry is of part {entry.get('part')!r:.60}, which is none of this run's data.mix"
             )
-        if not (spellings := right_answers(entry)):
+        spellings = right_answers(entry)
+        if not spellings and part in compared:
             raise RewardError("the task entry has no answer to compare with")
         asked = spec.answer_marker.casefold() in prompt.casefold()
-        answer = find_answer(response, spec.answer_marker, marker_asked=asked)
+        lines = max((len(one.splitlines()) for one in spellings), default=1)
+        answer = find_answer(response, spec.answer_marker, marker_asked=asked, lines=lines)
         right = well_formed = False
         try:
             with _cpu_limit(GRADE_CPU_S):
                 # a number where a number is asked for, or "Answer: <result>" would pay
-                well_formed = answer is not None and (reads_as_number(answer) or not reads_as_number(spellings[0]))
+                well_formed = answer is not None and (
+                    reads_as_number(answer) or not spellings or not reads_as_number(spellings[0])
+                )
                 right = answer is not None and well_formed and grade(answer, entry)
         except (*UNREADABLE, _OutOfTimeError):
             right = False
@@ -232,7 +240,8 @@ def _gym_grade(spec: VerifiedPart) -> Grade:
     if reason := refusal(task):
         raise RewardSetupError(reason)
     if task in OUR_GRADERS:
-        return OUR_GRADERS[task]
+        load_mathematics()
+        return bounded(task, OUR_GRADERS[task])
     import reasoning_gym
 
     try:
@@ -240,11 +249,9 @@ def _gym_grade(spec: VerifiedPart) -> Grade:
     except (ValueError, TypeError, AssertionError) as error:  # it checks its configuration with assert
         raise RewardSetupError(f"reasoning_gym cannot make task {task!r} with {dict(params)}: {error}") from error
     first = dataset[0]
-    with contextlib.suppress(*UNREADABLE):
-        dataset.score_answer(
-            str(first["answer"]), first
-        )  # imports what it needs, which takes longer than an answer may
-    return lambda answer, entry: dataset.score_answer(answer, dict(entry)) >= 1.0
+    with contextlib.suppress(*UNREADABLE):  # it imports what it needs, which takes longer than an answer may
+        dataset.score_answer(str(first["answer"]), first)
+    return bounded(task, lambda answer, entry: dataset.score_answer(answer, dict(entry)) >= 1.0)
 
 
 def _answer_grade() -> Grade:
