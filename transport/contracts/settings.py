@@ -164,12 +164,12 @@ class DataSettings(Section, frozen=True, kw_only=True):
     task: str = "chain_sum"  # reasoning_gym: name of the task
     params: dict[str, ParamValue] = msgspec.field(default_factory=dict[str, ParamValue])  # reasoning_gym: of the task
     size: AtLeast0 = 0  # prompts in one pass over the data; 0: reasoning_gym makes 4096, files give what they hold
-    path: str = ""  # jsonl: file (.gz is read too), or preset:sums.jsonl; hf: data set name or directory
+    path: str = ""  # jsonl: file (also .gz, ~, a glob, a directory), or preset:sums.jsonl; hf: data set or directory
     config: str = ""  # hf: configuration by name, as "main" of openai/gsm8k; empty: the only one
     split: str = "train"  # hf: split, also a part or a sum: "train[:1000]", "train+validation"
     revision: str = ""  # hf: branch, tag or commit of the data set on the hub; empty: its newest
     prompt_column: str = "prompt"  # jsonl, hf: column of the question
-    answer_column: str = "answer"  # jsonl, hf: column handed to the reward
+    answer_column: str = "answer"  # jsonl, hf: column handed to the reward; a.b: within an object
     response_column: str = ""  # jsonl, hf: column of responses to imitate, cut at sampling.max_new_tokens; empty: none
     suffix: str = ""  # appended to every question
     system: str = ""  # system message, if any

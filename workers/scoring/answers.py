@@ -130,7 +130,7 @@ def _unwrap_once(text: str) -> str:
     text = _COLOURED.sub("", text)
     if (styled := _STYLED.match(text)) and closing_brace(text, styled.end() - 1) == len(text) - 1:
         return text[styled.end() : -1]
-    if text.startswith("{") and "," not in text and closing_brace(text, 0) == len(text) - 1:
+    if text.startswith("{") and not any(one in text for one in ",:\"'") and closing_brace(text, 0) == len(text) - 1:
         return text[1:-1]
     stripped = text.strip(DECORATION)
     stripped = stripped if stripped.endswith("...") else stripped.rstrip(STOPS).removesuffix("\\\\")
