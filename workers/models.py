@@ -424,7 +424,7 @@ def _convert_package(gguf: Path, directory: Path) -> None:
 
 # --- random models ----------------------------------------------------------------------------------------------------
 
-RANDOM_REVISION = 1
+RANDOM_REVISION = 2
 """Raised when a model or the tokenizer changes, so that no old one is taken from the cache."""
 
 SEED = 20_251_120
@@ -436,6 +436,8 @@ tokens it says a given digit one time in five and ends one time in five: even un
 that vary. With 256 byte tokens it has neither."""
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>{{ 'tools' }}{% for tool in tools %}{{ '\\n' + tool.function.name }}"
+    "{% if tool.function.description %}{{ ': ' + tool.function.description }}{% endif %}{% endfor %}<|im_end|>{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] + '\\n' + message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{{ 'assistant\\n' }}{% endif %}"
 )

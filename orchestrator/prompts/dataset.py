@@ -30,6 +30,7 @@ import msgspec
 
 from orchestrator.config.schema import nearest
 from orchestrator.errors import DataError
+from transport.contracts.chat_template import ROLES
 from transport.contracts.collection import CollectedPrompt
 from transport.contracts.settings import DataSettings, EvalSet, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId
@@ -376,6 +377,11 @@ def _conversation(column: list[object], name: str, data: DataSettings, where: st
         raise DataError(
             f'{where}: column {name!r} is no list of messages {{"role": ..., "content": text}}: {error}'
         ) from error
+    if other := next((one.role for one in messages if one.role not in ROLES), None):
+        raise DataError(
+            f"{where}: column {name!r} has a message of the role {other!r}, which no chat template knows"
+            f"{nearest(other, ROLES)}; roles are {', '.join(ROLES)}"
+        )
     if messages and messages[-1].role == "assistant":
         raise DataError(
             f"{where}: the messages in column {name!r} end with the assistant's, which the model is to "

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from orchestrator.errors import DataError
 from orchestrator.prompts.dataset import ChatMessage, Problem, load_problems
 from transport.contracts import tokenizer
+from transport.contracts.chat_template import ChatTemplate, TemplateError
 from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
 from transport.contracts.settings import DEFAULT_CONTEXT, DataSettings, ScoringSettings, Settings, data_parts, eval_sets
@@ -330,35 +331,45 @@ def _fingerprint(problems: Sequence[Problem], **order: object) -> str:
 class ModelTokenizer:
     """The model's tokenizer and chat template. May be used from several threads."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        """arguments: chat_template_kwargs. Raises DataError: the template reads no such argument."""
         self._tokenizer = tokenizer
+        try:
+            self._template = ChatTemplate(tokenizer, arguments)
+        except TemplateError as error:
+            raise DataError(f"data.chat_template_kwargs: {error}") from error
         self._lock = threading.Lock()  # encoding changes the tokenizer's own settings while it runs
         self.has_template = bool(tokenizer.chat_template)
 
     def ids(self, text: str, *, special: bool) -> list[int]:
-        """special: add the tokenizer's own special tokens; a chat template has put all of them into the text."""
+        """special: add the tokenizer's own special tokens; a chat template has put all of them into the text.
+
+        A beginning that the text has already is not written twice.
+        """
         with self._lock:
-            return self._tokenizer(text, add_special_tokens=special)["input_ids"]
+            ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        begin = self._tokenizer.bos_token_id
+        return ids[1:] if special and begin is not None and ids[:2] == [begin, begin] else ids
 
-    def render(self, messages: list[dict[str, str]], refusal: str, hint: str = "") -> str:
-        """The text that the chat template makes of them. Raises DataError: ``refusal``, why, and ``hint``."""
-        from jinja2 import TemplateError
-
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The text that the chat template makes of them. Raises DataError: it refuses one, or leaves it out."""
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._template.render(messages)
         except TemplateError as error:
-            raise DataError(f"{refusal}: {error}{hint}") from error
+            raise DataError(str(error)) from error
 
 
 class PromptEncoder:
     """Questions to texts to ids, with the model's chat template and tokenizer. May be used from several threads."""
 
     def __init__(self, tokenizer: Any, data: DataSettings, *, opening_alone: bool = False) -> None:
-        """tokenizer: of transformers.  data: chat_template, system.  opening_alone: the ids end with the prompt's first
-        token: agents write the messages, and no more is sure to be common to the samples of a group.
+        """tokenizer: of transformers.  data: chat_template, its arguments, system.
+
+        opening_alone: the ids end with the prompt's first token: agents write the messages, and no more is sure to be
+        common to the samples of a group.
         """
         self._opening_alone = opening_alone
-        self._tokenizer = ModelTokenizer(tokenizer)
+        self._tokenizer = ModelTokenizer(tokenizer, data.chat_template_kwargs if data.chat_template else None)
         self._system = data.system
         self._templated = data.chat_template and self._tokenizer.has_template
 
@@ -372,9 +383,10 @@ class PromptEncoder:
         messages += [{"role": turn.role, "content": turn.content} for turn in conversation]
         if not conversation:
             messages.append({"role": "user", "content": question})
-        return self._tokenizer.render(
-            messages, "the model's chat template refuses the prompt", hint="; see data.system"
-        )
+        try:
+            return self._tokenizer.render(messages)
+        except DataError as error:
+            raise DataError(f"{error}{'; see data.system' if self._system else ''}") from error
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """[P] int32."""

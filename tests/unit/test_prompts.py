@@ -379,6 +379,7 @@ def test_a_chat_history_may_stand_in_the_column_messages(tmp_path: Path, model_d
         ([{"role": "user", "content": ""}], r"rows\.jsonl, row 2: column 'messages' must be text that is not empty"),
         ([], r"rows\.jsonl, row 2: column 'messages' must be text that is not empty"),
         ({"role": "user"}, r"rows\.jsonl, row 2: column 'messages' must be text"),
+        ([{"role": "usr", "content": "4"}], r"row 2: .*role 'usr', which no chat template knows .did you mean user"),
         ([{"role": "assistant", "content": "4"}], r"rows\.jsonl, row 2: the messages .* end with the assistant's"),
     ],
 )
@@ -390,13 +391,11 @@ def test_a_bad_chat_history_is_named_with_file_and_line(tmp_path: Path, messages
 
 def test_a_chat_history_that_the_template_refuses_is_named(tmp_path: Path, model_dir: Path):
     strict = character_tokenizer()
-    strict.chat_template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
-    )
+    strict.chat_template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"
     strict.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
     rows = [{"messages": [{"role": role, "content": "x"}], "answer": 1} for role in ("user", "tool")]
-    with pytest.raises(DataError, match=r"rows\.jsonl/2: the model's chat template refuses the prompt: no tools"):
+    with pytest.raises(DataError, match=r"rows\.jsonl/2: the model's chat template refuses messages of tool: no tools"):
         open_source(of_rows(tmp_path, rows, "eval.problems=0"), tmp_path)
 
 
@@ -554,7 +553,7 @@ def test_without_chat_template(tokenizer: PreTrainedTokenizerFast):
 def test_a_template_that_refuses(tokenizer: PreTrainedTokenizerFast):
     strict = character_tokenizer()
     strict.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(DataError, match="chat template refuses the prompt: no system role"):
+    with pytest.raises(DataError, match="chat template refuses messages of user: no system role"):
         PromptEncoder(strict, DataSettings()).render("x")
 
 

@@ -174,6 +174,9 @@ class DataSettings(Section, frozen=True, kw_only=True):
     suffix: str = ""  # appended to every question
     system: str = ""  # system message, if any
     chat_template: bool = True  # wrap the question in the model's chat template (when it has one)
+    chat_template_kwargs: dict[str, ParamValue] = msgspec.field(
+        default_factory=dict[str, ParamValue]
+    )  # arguments of the chat template, as enable_thinking; also for environments, evaluations and the endpoint
     shuffle: bool = True  # a new seeded order on every pass
     passes: AtLeast0 = 0  # passes over the data before it ends; 0: no end
     overlong: Literal["error", "skip"] = "error"  # prompts beyond the context: refuse the data, or leave them out

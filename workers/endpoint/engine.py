@@ -344,6 +344,7 @@ class SessionEngine:
         """
         self._check(asked)
         conversation = session.conversation if session else Conversation(())
+        arguments = asked.chat_template_kwargs
         begun = digests(asked.messages, asked.offered_tools, conversation.answered)
         parent, known = conversation.find(begun[1:])
         said, tools = [one.for_template() for one in asked.messages[known:]], asked.offered_tools
@@ -352,9 +353,10 @@ class SessionEngine:
         kind = SegmentKind.TOOL if from_tool else SegmentKind.ENVIRONMENT
         try:
             if parent is not None:
-                added = self._encoder.behind(said, parent.last_token, tools)
+                calls = asked.messages[known - 1].for_template().get("tool_calls") or () if known else ()
+                added = self._encoder.behind(said, parent.last_token, tools, arguments, calls=calls)
             else:
-                text = self._encoder.prompt(said, tools)
+                text = self._encoder.prompt(said, tools, arguments)
                 added = await self._encode(text, special=not self._encoder.templated)
         except ModelError as error:
             raise refused(str(error), param="messages") from error
