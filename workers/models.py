@@ -437,7 +437,8 @@ that vary. With 256 byte tokens it has neither."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>{{ 'tools' }}{% for tool in tools %}{{ '\\n' + tool.function.name }}"
-    "{% if tool.function.description %}{{ ': ' + tool.function.description }}{% endif %}{% endfor %}<|im_end|>{% endif %}"
+    "{% if tool.function.description %}{{ ': ' + tool.function.description }}{% endif %}{% endfor %}<|im_end|>"
+    "{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] + '\\n' + message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{{ 'assistant\\n' }}{% endif %}"
 )

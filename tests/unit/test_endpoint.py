@@ -538,7 +538,6 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ),
     ({"enable_thinking": True}, 400, "give it in chat_template_kwargs"),
     ({"chat_template_kwargs": {"no_such": 1}}, 400, "reads no 'no_such'"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "no place for tools: it leaves out 'f'"),
     ({"messages": [CALLED_WITH_HALF_A_PAIR]}, 400, "half of a surrogate pair"),
     ({"tool_choice": "required"}, 400, "nothing forces the policy"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),

@@ -391,7 +391,8 @@ def test_a_bad_chat_history_is_named_with_file_and_line(tmp_path: Path, messages
 
 def test_a_chat_history_that_the_template_refuses_is_named(tmp_path: Path, model_dir: Path):
     strict = character_tokenizer()
-    strict.chat_template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"
+    refusing = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    strict.chat_template = "{% for m in messages %}" + refusing + "{{ m.content }}{% endfor %}"
     strict.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
     rows = [{"messages": [{"role": role, "content": "x"}], "answer": 1} for role in ("user", "tool")]
