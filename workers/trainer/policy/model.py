@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transport.contracts.settings import LoraSettings, Settings
 from transport.contracts.types import GroupId, RowId
+from transport.process.logs import get_logger
 from workers.algorithms.loss import LossMetrics, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
 from workers.models import choose_device, multiplies_bf16
@@ -38,7 +39,7 @@ from workers.trainer.policy import attention, probe
 from workers.trainer.policy import lora as lora_layers
 from workers.trainer.policy.gradients import FlatSums, ShardedSums, global_norm
 from workers.trainer.policy.head import Head, HeadLoss, target_logprobs, whole_rows
-from workers.trainer.policy.loading import NOT_BUILT, empty_module, load_weights
+from workers.trainer.policy.loading import NOT_BUILT, check_stored, empty_module, load_weights
 from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
 from workers.trainer.policy.parallel import (
     DATA,
@@ -59,6 +60,8 @@ from workers.trainer.policy.parallel import (
 from workers.trainer.policy.pipeline import Pipeline
 from workers.trainer.policy.streamed_layers import stream_layers
 from workers.weights.adapters import Merging
+
+log = get_logger(__name__)
 
 PROBE_TOLERANCE = 1e-5
 """Largest difference between packed logprobs and the model's own that passes for rounding (fp32), nats."""
@@ -387,16 +390,32 @@ def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: boo
     return module
 
 
-def empty_policy(model_dir: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def empty_policy(
+    model_dir: Path, *, trust_remote_code: bool = False, say: Callable[[str], object] = log.warning
+) -> PreTrainedModel:
     """The model of a directory without its weights: on torch's meta device, for ``load_weights`` to fill.
 
-    Raises: ModelError: the directory is missing or broken, or its model cannot be trained packed, which is found with
-            a small one of the same kind.
+    say: hears remarks on the directory, a sentence each.
+    Raises: ModelError: the directory is missing or broken, holds a mixture of experts or weights that are not those of
+            its config.json, or its model cannot be trained packed, which is found with a small one of the same kind.
     """
     ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
     module = empty_module(model_dir, attention=attention.ATTENTION, trust_remote_code=trust_remote_code)
+    check_dense(module)
+    for remark in check_stored(module, model_dir):
+        say(remark)
     check_family(module, trust_remote_code=trust_remote_code)
     return module
+
+
+def check_dense(module: PreTrainedModel) -> None:
+    """Raises ModelError: the model is a mixture of experts."""
+    for where, part in module.named_modules():
+        if "Experts" in type(part).__name__ or where.rpartition(".")[2] == "experts":
+            raise ModelError(
+                f"{module.config.model_type} is a mixture of experts ({where}), which the trainer does not train yet: "
+                "use a dense model"
+            )
 
 
 def check_family(module: PreTrainedModel, *, trust_remote_code: bool = False) -> None:
