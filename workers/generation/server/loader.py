@@ -32,7 +32,7 @@ from transport.contracts.types import Struct
 from transport.process.secret import SHARED_SECRET, read_secret
 from workers.errors import WeightsMismatchError
 from workers.weights.names import names_in_files
-from workers.weights.pull import WeightPuller, check_tensors
+from workers.weights.pull import Renamed, WeightPuller, check_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -116,8 +116,7 @@ def _carry_out(stack: ExitStack, model: Any, order: LoadOrder, take: Take, proce
         return failure or LoadResult(number=order.number, error="another process of the server could not; see its log")
     try:  # from here on the old weights are gone
         if tensors:
-            names = _names_in_files(model)
-            take({names.get(name, name): tensor for name, tensor in tensors.items()})
+            take(Renamed(tensors, _names_in_files(model)))
     except Exception as error:  # the server's model code may raise anything, and the server would end of it
         log.exception("order %d failed half-way", order.number)
         return LoadResult(number=order.number, error=f"{type(error).__name__}: {error}", spoiled=True)
@@ -136,6 +135,8 @@ def _prepare(stack: ExitStack, model: Any, order: LoadOrder) -> tuple[Mapping[st
         if order.manifest is None:
             return {}, None
         tensors = stack.enter_context(puller.pull(order.manifest, verify=not order.verified))
+        if renamed := {where: name for name, where in _names_in_files(model).items() if name != where}:
+            tensors = Renamed(tensors, renamed)  # of a publisher of files
         check_tensors(_expected(model), tensors)
     except WeightsMismatchError as error:
         return {}, LoadResult(number=order.number, error=str(error), mismatch=True)

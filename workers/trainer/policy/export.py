@@ -174,7 +174,7 @@ def _write_adapter(
 
 
 def _write_weights(weights: Weights, dtype: torch.dtype, in_files: Mapping[str, str], directory: Path) -> None:
-    """As ``model.safetensors``, or, where that is too large, several files and an index. in_files: name of each there."""
+    """As ``model.safetensors``, or, where that is too large, several files and an index. in_files: names there."""
     files: list[list[str]] = [[]]
     room = MAX_FILE_BYTES
     for name, shape in weights.shapes.items():

@@ -33,7 +33,7 @@ from transport.contracts.types import GroupId, RowId
 from transport.process.logs import get_logger
 from workers.algorithms.loss import LossMetrics, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
-from workers.models import choose_device, multiplies_bf16
+from workers.models import check_rope, choose_device, multiplies_bf16
 from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy import attention, probe
 from workers.trainer.policy import lora as lora_layers
@@ -455,15 +455,19 @@ def check_family(module: PreTrainedModel, *, trust_remote_code: bool = False) ->
             raise ModelError(f"{error}{named}") from error
 
 
-def check_window(config: PreTrainedConfig, max_context: int) -> None:
-    """Raises ModelError: samples may be longer than the window of some of the model's layers.
+def check_window(config: PreTrainedConfig, max_context: int, *, served: bool = False) -> None:
+    """Raises ModelError: samples may be longer than the window of some of the model's layers, or reach the change of a
+    rope.
 
-    The first such sample ended a run. max_context: as the setting of generation; 0: what the model allows.
+    The first such sample ended a run, or was trained otherwise beside a long one. max_context: as the setting of
+    generation; 0: what the model allows.  served: SGLang or vLLM generates.
     """
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if not window or not getattr(config, "use_sliding_window", True) or (kinds and SLIDING not in kinds):
+    text = cast(Any, config.get_text_config())
+    longest = max_context or getattr(text, "max_position_embeddings", 0) or 0
+    check_rope(text.to_dict(), longest, served=served)
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    if not window or not getattr(text, "use_sliding_window", True) or (kinds and SLIDING not in kinds):
         return
-    longest = max_context or config.max_position_embeddings
     if longest > window:
         raise ModelError(
             f"layers of this {config.model_type} model see {window} tokens (sliding_window), and a sample may have "
@@ -520,9 +524,12 @@ def check_packing(module: PreTrainedModel) -> None:
 def _probe_group(number: int, prompt: NDArray[np.int32], responses: Sequence[NDArray[np.int32]]) -> PromptGroup:
     samples = [
         TrainingSample(
-            row_id=RowId(f"0/{number}/{i}"), response_ids=r, rollout_logprobs=np.zeros(len(r), np.float32), advantage=0.0
+            row_id=RowId(f"0/{number}/{i}"),
+            response_ids=ids,
+            rollout_logprobs=np.zeros(len(ids), np.float32),
+            advantage=0.0,
         )
-        for i, r in enumerate(responses)
+        for i, ids in enumerate(responses)
     ]
     return PromptGroup(group_id=GroupId(f"0/{number}"), prompt_ids=prompt, samples=samples)
 
