@@ -255,8 +255,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _check_weights(directory: Path) -> None:
-    """Whether every tensor is in one file. Reads headers only; their byte ranges must cover the files, so that a cut-off
-    copy is noticed.
+    """Whether every tensor is in one file. Reads headers only; their byte ranges must cover the files, so that
+    one that is cut off is noticed.
     """
     shards, index = weight_files(directory), directory / INDEX_FILE
     if not (directory / shards[0]).is_file() and any(directory.glob("*.bin")):
