@@ -37,9 +37,8 @@ def test_the_end_of_the_tokenizer_is_an_end(tmp_path: Path, file: str, token: ob
     del named["eos_token"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     written = tmp_path / file
-    written.write_text(
-        json.dumps((json.loads(written.read_text()) if written.is_file() else {}) | {"eos_token": token})
-    )
+    former = json.loads(written.read_text()) if written.is_file() else {}
+    written.write_text(json.dumps(former | {"eos_token": token}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
     assert stop_token_ids(tmp_path) == ends
 

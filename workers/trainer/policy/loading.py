@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -217,13 +217,17 @@ def _left_out(module: PreTrainedModel, name: str, model_dir: Path, unknown: set[
     ours = [one for one in rest if one not in mere and one.partition(".")[0] in parts]
     if ours:
         raise ModelError(
-            f"{model_dir} holds {len(ours)} tensors that a {name} of its config.json does not have, and that would be "
+            f"{model_dir} holds {_tensors(ours)} that a {name} of its config.json does not have, and that would be "
             f"left out: {shown_names(ours)}. Correct config.json (its number of layers, its biases), or save the model "
             "again with transformers"
         )
     if not rest:
         return []
-    return [f"{len(rest)} tensors of {model_dir} are no part of {name} and are left out: {shown_names(rest)}"]
+    return [f"left out {_tensors(rest)} of {model_dir}, no part of {name}: {shown_names(rest)}"]
+
+
+def _tensors(names: Sequence[str]) -> str:
+    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
