@@ -481,7 +481,9 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
     healthy = [worker for worker in workers if worker.healthy]
     if not healthy:
         names = _names(worker.worker_id for worker in workers)
-        return _wait(p, "weights", f"weights {fleet.newest} to be loaded, which failed everywhere", names)
+        problem = next((worker.load_problem for worker in workers if worker.load_problem), "")
+        failed = f"which failed everywhere{problem and f' ({problem})'}"
+        return _wait(p, "weights", f"weights {fleet.newest} to be loaded, {failed}", names)
     batch = pending[0].batch
     if p.plans.awaits(batch, p.now_s):
         return _wait(p, "deciding", f"the plan of {_place(p, batch)}", "orchestrator")

@@ -186,7 +186,8 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
     rundir.claim(render(resolved), resume=resume)
     view = open_view(plain=True)
     try:
-        model_dir = model_dir or await prepare_model(settings.model.path, rundir.logs, view.note)
+        if model_dir is None:
+            model_dir = await prepare_model(settings.model.path, rundir.logs, view.note, settings=settings)
         view.note(f"run {name} in {rundir.path}; workers join with (on another host, with the streamrl-worker there)")
         for line in join_commands(settings):
             view.note(f"  {line}")

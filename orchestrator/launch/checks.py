@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import structlog
 
 from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode
@@ -39,8 +40,12 @@ from transport.tensors.base import Endpoint, is_loopback, parse_ports
 from transport.tensors.ucx import is_installed
 from transport.tensors.wire import ChannelServer
 
+log = structlog.get_logger(__name__)
+
 PREPARING_S = 60.0
 """Between two words on a preparation that goes on."""
+NOTE = "note: "
+"""Beginning of a remark, also in what a worker prints that prepares a model."""
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
@@ -228,7 +233,8 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> list
     here = settings.launcher.kind == "local"
     devices = (settings.trainer.device, generation.device) if here else ()
     own = settings.own_functions("advantage") or settings.own_functions("loss")
-    models = scoring.reward_model or settings.algorithm.teacher
+    critic = settings.critic.model if settings.has_critic else ""
+    models = scoring.reward_model or settings.algorithm.teacher or critic
     foreign = scoring.reward or models or own or settings.environments or generation.engine in SERVER_ENGINES
     if not (foreign or any(name.startswith("cuda") for name in devices)):
         return []
@@ -253,17 +259,20 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> list
     return found.decode(errors="replace").splitlines()
 
 
-async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:
+async def prepare_model(
+    path: str, logs: Path, note: Callable[[str], None], *, settings: Settings | None = None
+) -> Path:
     """Have a worker turn ``model.path`` into a local Hugging Face directory (torch stays out of this process).
 
-    note: reports what is prepared, and that it still is.  Raises ConfigError for a model that cannot be used, else
+    note: reports what is prepared, that it still is, and remarks on it.  settings: of the run that the model is for,
+    which may refuse to train it; None: it is not trained.  Raises ConfigError for a model that cannot be used, else
     ChildFailedError with its last words, see ``logs``.
     """
     note(f"model {path}")
     log_path = logs / "prepare.log"
     with log_path.open("ab") as words:
         process = await asyncio.create_subprocess_exec(
-            *python_module("workers", "prepare", "--model", path),
+            *python_module("workers", "prepare", "--model", path, *(_use(settings) if settings else ())),
             stdout=asyncio.subprocess.PIPE,
             stderr=words,
             preexec_fn=ending_with_this_process(),
@@ -285,4 +294,17 @@ async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> P
         if process.returncode == ExitCode.BAD_CONFIG:
             raise ConfigError(said_last, key="model.path", where="model.path")
         raise ChildFailedError("prepare", -1 if process.returncode is None else process.returncode, said_last)
-    return Path(output.decode().strip().splitlines()[-1])
+    *said_before, directory = output.decode().strip().splitlines()
+    for line in said_before:
+        if line.startswith(NOTE):
+            note(line)
+            log.warning("a remark on the model", remark=line.removeprefix(NOTE))
+    return Path(directory)
+
+
+def _use(settings: Settings) -> list[str]:
+    """What a run will do with its model, as options of ``streamrl-worker prepare``."""
+    if settings.trainer.engine != "torch":
+        return []
+    served = ["--served"] if settings.generation.engine in SERVER_ENGINES else []
+    return ["--trains", "--max-context", str(settings.generation.max_context), *served]

@@ -190,7 +190,9 @@ class Supervisor:
                 self._view.note(line)
             stack.push_async_callback(self._launcher.close)
             await self._until_stopped(self._launcher.open(resume=self._resume))
-            preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
+            preparing = prepare_model(
+                self._settings.model.path, self._rundir.logs, self._view.note, settings=self._settings
+            )
             model_dir = await self._until_stopped(preparing)
             url, password = await self._open_broker(stack)
             name = RunName(self._settings.run.name)

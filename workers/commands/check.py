@@ -11,12 +11,21 @@ import asyncio
 import importlib.util
 import os
 import shutil
+from pathlib import Path
 
 from transport.contracts.messages import TrialRows, part_of
 from transport.contracts.settings import SERVER_ENGINES, GenerationSettings, Settings
 from workers.environments.pool import Environments
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError, ModelError
-from workers.models import choose_device, model_cache, prepare_model, prepare_reward_model, try_chat_template
+from workers.models import (
+    brings_code,
+    check_kind,
+    choose_device,
+    model_cache,
+    prepare_model,
+    prepare_reward_model,
+    try_chat_template,
+)
 from workers.scoring.reward_pool import RewardPool, open_pool, right_over_wrong
 from workers.scoring.rewards import Sample, digit_share, reward_spec, unrewarded
 from workers.user_functions.advantage import own_advantages
@@ -38,12 +47,50 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
     _try_functions(settings)
     if settings.scoring.reward:
         asyncio.run(_try_reward(settings, trial))
-    if settings.algorithm.teacher:
+    if settings.algorithm.teacher and settings.algorithm.teacher_url:
         prepare_model(settings.algorithm.teacher, cache_dir=model_cache(os.environ), setting="algorithm.teacher")
+    computed = {"algorithm.teacher": "" if settings.algorithm.teacher_url else settings.algorithm.teacher}
+    computed |= {"critic.model": settings.critic.model if settings.has_critic else ""}
+    for setting, path in computed.items():
+        if path:
+            _check_computed(settings, path, setting)
     if settings.scoring.reward_model:
         try_chat_template(prepare_reward_model(settings.scoring.reward_model, cache_dir=model_cache(os.environ)))
     if settings.environments:
         asyncio.run(_try_environment(settings, trial))
+
+
+def _check_computed(settings: Settings, path: str, setting: str) -> None:
+    """Raises ModelError, which names ``setting``: the trainer's code cannot compute this model's samples."""
+    kept = model_cache(os.environ)
+    try:
+        directory = prepare_model(path, cache_dir=kept, setting=setting)
+        if directory.parent != kept:
+            check_kind(directory)
+            check_trained(directory, settings.generation.max_context)
+    except ModelError as error:
+        if setting in str(error):
+            raise
+        raise ModelError(f"{setting}: {error}") from error
+
+
+def check_trained(
+    directory: Path, max_context: int, *, served: bool = False, trust_remote_code: bool = False
+) -> list[str]:
+    """Whether a trainer can train a model, or compute with it as with its own, and reads of its directory what others
+    read; a model with code of its own is not looked at where that code may not run.
+
+    max_context: generation.max_context.  served: SGLang or vLLM generates.
+    Returns: remarks, a sentence each.  Raises: ModelError.
+    """
+    if brings_code(directory) and not trust_remote_code:
+        return []
+    from workers.trainer.policy.model import check_window, empty_policy  # torch
+
+    remarks: list[str] = []
+    module = empty_policy(directory, trust_remote_code=trust_remote_code, say=remarks.append)
+    check_window(module.config, max_context, served=served)
+    return remarks
 
 
 def _try_functions(settings: Settings) -> None:

@@ -25,6 +25,8 @@ class Worker(msgspec.Struct, kw_only=True):
     """One generation worker.
 
     capacity: samples it decodes at once.  loaded: weights it serves.  loading: weights that it was sent to load.
+    load_problem: why its last load failed, "" once one succeeded.  refused_s: when it failed for a reason that asking
+    again cannot mend, None: it did not.
     groups: dispatched to it and not finished.  evaluating: how many of them are of the eval lane.
     in_flight: samples expected of them.  predicted_load: their tokens.
     batch: newest batch it was given groups of.  aborting: groups that it should stop, not yet seen stopped.
@@ -38,6 +40,8 @@ class Worker(msgspec.Struct, kw_only=True):
     loading: WeightIdentity | None = None
     load_deadline_s: float = 0.0
     load_failures: int = 0
+    load_problem: str = ""
+    refused_s: float | None = None
     groups: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
     evaluating: int = 0
     in_flight: int = 0
@@ -50,6 +54,15 @@ class Worker(msgspec.Struct, kw_only=True):
     @property
     def healthy(self) -> bool:
         return self.load_failures < MAX_LOAD_ATTEMPTS and not self.draining
+
+    def load_failed(self, problem: str) -> None:
+        self.loading = None
+        self.load_failures += 1
+        self.load_problem = problem
+
+    def may_load_again(self) -> None:
+        """What failed before does not count any more."""
+        self.load_failures, self.load_problem, self.refused_s = 0, "", None
 
     def take(self, group: Group) -> None:
         self.groups[group.group_id] = None
@@ -110,7 +123,7 @@ class Fleet(msgspec.Struct, kw_only=True):
         self.newest = weights
         self.loads_pending = True
         for worker in self.workers.values():
-            worker.load_failures = 0
+            worker.may_load_again()
 
     def pin_to(self, weights: WeightIdentity | None, *, wanted: bool) -> None:
         """An evaluation needs workers that serve ``weights``, None: no more. wanted: also those without an attempt."""
