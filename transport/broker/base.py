@@ -285,7 +285,7 @@ class Broker(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Id of the run that this process is of; "" before ``hold_run`` and ``join_run``, and then nothing is compared."""
+        """Id of the run that this process is of; "" before ``hold_run`` or ``join_run``: then nothing is compared."""
         ...
 
     # -- who answers, who may write
@@ -323,8 +323,8 @@ class Broker(Protocol):
     async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
         """Raise the role's epoch by one (and above ``at_least``) and return it; the former holder is fenced off.
 
-        In the same step as the claim of a process that claimed the run (``hold_run``); one that joined it takes no epoch
-        unless its run has the name. Raises OtherRunError.
+        A process that claimed the run (``hold_run``) claims it again in the same step; one that joined it takes no
+        epoch unless its run has the name. Raises OtherRunError.
         """
         ...
 

@@ -1,12 +1,13 @@
 """Whose name it is: may a start of a run take the name that it has on its broker, and what is said where it may not.
 
-Pure: the broker keeps the owner (``Broker.owner``) and changes it in one step (``Broker.hold_run``), for which ``may_take``
-says which start it follows.
+Pure: the broker keeps the owner (``Broker.owner``) and changes it in one step (``Broker.hold_run``); ``may_take`` says
+which start that step follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from transport.broker.base import RunClaim, RunOwner
 from transport.errors import OtherRunError
@@ -42,9 +43,9 @@ def may_take(
         )
     if owner.is_live and not exclusive and owner.claim.place != claim.place:
         raise OtherRunError(
-            f"run {run!r} is live: {describe(owner)}. {claim.directory} is a copy of it, or the same directory seen from "
-            "another host. Stop it there first (one that was killed counts as live for 30 s); or give this copy another "
-            "name: move it to a directory of that name, and resume it with that --name",
+            f"run {run!r} is live: {describe(owner)}. {claim.directory} is a copy of it, or the same directory seen "
+            "from another host. Stop it there first (one that was killed counts as live for 30 s); or give this copy "
+            "another name: move it to a directory of that name, and resume it with that --name",
             owner_id=claim.run_id,
         )
     return owner.claim.start
@@ -71,9 +72,9 @@ def of_another_run(run: str, owner: RunOwner | None, run_id: str) -> OtherRunErr
             owner_id=run_id,
         )
     return OtherRunError(
-        f"the broker holds another run named {run!r} by now: {describe(owner)}. This process is of an earlier run of that "
-        "name, which the broker lost: it ends and changes nothing. Join the new run by starting this process again, or "
-        "resume the earlier run on another broker, or once that name is free again (docs/broker.md)",
+        f"the broker holds another run named {run!r} by now: {describe(owner)}. This process is of an earlier run of "
+        "that name, which the broker lost: it ends and changes nothing. Join the new run by starting this process "
+        "again, or resume the earlier run on another broker, or once that name is free again (docs/broker.md)",
         owner_id=owner.claim.run_id,
     )
 
@@ -88,3 +89,12 @@ def describe(owner: RunOwner) -> str:
 def _age(seconds: float) -> str:
     size, unit = next((one for one in _UNITS_S if seconds >= one[0]), _UNITS_S[-1])
     return f"{max(0, int(seconds // size))} {unit}"
+
+
+def not_here(run: str, directory: Path, owner: RunOwner) -> OtherRunError:
+    """The error of a command about the run in ``directory``, whose name is another run's."""
+    return OtherRunError(
+        f"the run in {directory} is not on this broker: the name {run!r} is that of another run there, "
+        f"{describe(owner)}. Name the broker that it has, with --broker",
+        owner_id=owner.claim.run_id,
+    )
