@@ -29,7 +29,7 @@ async def test_the_first_start_has_the_name_and_keeps_it(broker: Broker, harness
     await broker.hold_run(OURS)
     await broker.hold_run(OURS)
     other = harness.open()
-    with pytest.raises(OtherRunError, match=r"/one/x on host left, started .* ago, live"):
+    with pytest.raises(OtherRunError, match=r"/one/x on host left, on this broker for .*, live"):
         await other.hold_run(THEIRS)
     owner = await other.owner()
     assert owner is not None
@@ -240,7 +240,7 @@ def test_whose_name_it_is() -> None:
     moved = later(mine, "9", place="elsewhere", directory="/copy/x")
     assert may_take("x", moved, owned(OURS, live=False), former=["1"]) == "1"
     assert may_take("x", moved, owned(OURS, live=True), former=["1"], exclusive=True) == "1"
-    with pytest.raises(OtherRunError, match=r"run 'x' is live: /one/x on host left, started 2 h ago, live. /copy/x is"):
+    with pytest.raises(OtherRunError, match=r"run 'x' is live: /one/x on host left, on this broker for 2 h, live. /copy/x is"):
         may_take("x", moved, owned(OURS, live=True), former=["1"])
     with pytest.raises(OtherRunError, match="has gone on since /copy/x was copied"):
         may_take("x", moved, owned(later(OURS, "2"), live=False), former=["1"])

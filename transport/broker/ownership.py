@@ -80,10 +80,10 @@ def of_another_run(run: str, owner: RunOwner | None, run_id: str) -> OtherRunErr
 
 
 def describe(owner: RunOwner) -> str:
-    """Directory, host, age and whether it is live: ``/data/runs/x on host a, started 3 min ago, live``."""
-    started = "" if owner.age_s is None else f", started {_age(owner.age_s)} ago"
+    """Directory, host, age and whether it is live: ``/data/runs/x on host a, on this broker for 3 min, live``."""
+    since = "" if owner.age_s is None else f", on this broker for {_age(owner.age_s)}"
     state = "live" if owner.is_live else "not live"
-    return f"{owner.claim.directory} on host {owner.claim.host}{started}, {state}"
+    return f"{owner.claim.directory} on host {owner.claim.host}{since}, {state}"
 
 
 def _age(seconds: float) -> str:
