@@ -45,6 +45,7 @@ from pathlib import Path
 import psutil
 import redis
 
+from benchmarks.faults import ROLES, of_role
 from benchmarks.plain_audit import Expected, audit
 from tests.fakes.redis_servers import ServerProcess
 
@@ -176,7 +177,8 @@ class Run:
             return set()
         assert self.process is not None
         with suppress(psutil.Error):
-            return {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            return {child.pid for role in ROLES for child in of_role(children, role)}
         return set()
 
     def forget(self) -> None:

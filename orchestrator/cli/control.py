@@ -19,11 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from orchestrator.config.identity import read_identity
 from orchestrator.config.load import parse_override
 from orchestrator.config.run_directory import RunDir, find_run
 from orchestrator.config.schema import to_toml
 from orchestrator.errors import ConfigError, RunFailedError, printable
+from orchestrator.launch.ownership import read_identity
 from orchestrator.loop.intake import REQUESTS, append_event, change
 from orchestrator.observability.http.status import read_status
 from transport.broker import keys

@@ -7,7 +7,7 @@
   samples.jsonl     a few answers of each batch
   report.html       the run on one page, and trace.json for Perfetto: written when it ends
   ranker.bin        what the run learnt of response lengths
-  journal/          every applied event, snapshots (recovery, replay, audit); run.json: which run it is (identity.py)
+  journal/          every applied event, snapshots (recovery, replay, audit); run.json: the run's id
   broker/           the embedded broker's append-only file and password
   checkpoints/      step-<version>/ of the trainer
   model/            the final model, a plain Hugging Face directory

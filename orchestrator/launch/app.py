@@ -36,7 +36,6 @@ from typing import Any
 import structlog
 import uvloop
 
-from orchestrator.config.identity import current_claim, note_start_id
 from orchestrator.config.load import Resolved, render, resolve
 from orchestrator.config.run_directory import RunDir, resume_command, serve_command
 from orchestrator.config.starts import note_start, read_starts
@@ -51,7 +50,7 @@ from orchestrator.launch.console import RunConsole
 from orchestrator.launch.growth import STOP_GRACE_S, add_workers, report_loss, tell_pending
 from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
-from orchestrator.launch.ownership import check_name, holding, take_name
+from orchestrator.launch.ownership import check_name, current_claim, holding, note_start_id, take_name
 from orchestrator.launch.processes import Children, Fleet, environment_arguments, score_arguments, train_arguments
 from orchestrator.loop.decide import Decider, Trimmer, recover_state
 from orchestrator.loop.execute import Executor, Issued, Planner

@@ -44,6 +44,20 @@ async def test_the_first_start_has_the_name_and_keeps_it(broker: Broker, harness
         await other.hold_run(THEIRS, after=OURS.start)
 
 
+async def test_a_run_notices_that_its_broker_lost_it(broker: Broker, harness: BrokerHarness) -> None:
+    """Also where the server was not started again: what it must hold of the run is then written again."""
+    await broker.hold_run(OURS)
+    worker = harness.open()
+    await worker.join_run()
+    before = [(await one.info()).boot_id for one in (broker, worker)]
+    await harness.lose()
+    await harness.elapse(0.01)
+    await broker.hold_run(OURS)
+    after = [(await one.info()).boot_id for one in (broker, worker)]
+    assert (before[0], after[0]) == (before[1], after[1])
+    assert before[0] != after[0]
+
+
 async def test_of_starts_at_one_instant_one_has_the_name(harness: BrokerHarness) -> None:
     claims = [later(OURS, str(n), run_id=f"{n:016x}") for n in range(8)]
     done = await asyncio.gather(*(harness.open().hold_run(claim) for claim in claims), return_exceptions=True)
@@ -240,7 +254,7 @@ def test_whose_name_it_is() -> None:
     moved = later(mine, "9", place="elsewhere", directory="/copy/x")
     assert may_take("x", moved, owned(OURS, live=False), former=["1"]) == "1"
     assert may_take("x", moved, owned(OURS, live=True), former=["1"], exclusive=True) == "1"
-    with pytest.raises(OtherRunError, match=r"run 'x' is live: /one/x on host left, on this broker for 2 h, live. /copy/x is"):
+    with pytest.raises(OtherRunError, match=r"is live: /one/x on host left, on this broker for 2 h, live. /copy/x is"):
         may_take("x", moved, owned(OURS, live=True), former=["1"])
     with pytest.raises(OtherRunError, match="has gone on since /copy/x was copied"):
         may_take("x", moved, owned(later(OURS, "2"), live=False), former=["1"])

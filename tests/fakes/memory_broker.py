@@ -126,8 +126,9 @@ class MemoryBroker:
 
     # -- who answers, who may write
     async def info(self) -> ServerInfo:
-        with self._step():
-            return ServerInfo(version="memory", boot_id=self._server.boot_id, address="memory")
+        with self._step() as state:
+            boot_id = f"{self._server.boot_id}.{state.owner_since_s if self.run_id else ''}"
+            return ServerInfo(version="memory", boot_id=boot_id, address="memory")
 
     async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
         await asyncio.sleep(0)

@@ -264,7 +264,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who answers."""
 
     version: str
-    boot_id: str  # changes when the server restarts
+    boot_id: str  # changes when the server restarts, and when it holds the caller's run anew
     address: str
     uptime_s: float = float("inf")
 

@@ -227,9 +227,11 @@ class RedisBroker:
         name = facts.get("server_name", "redis")
         version = facts.get("valkey_version") or facts["redis_version"]
         uptime_s = float(facts["uptime_in_seconds"])
-        return ServerInfo(
-            version=f"{name} {version}", boot_id=facts["run_id"], address=self._link.address, uptime_s=uptime_s
-        )
+        boot_id = facts["run_id"]
+        if self.run_id:
+            (since_ms,) = await self._read([("HGET", self._key(keys.OWNER), "since_ms")])
+            boot_id += f".{cast('bytes | None', since_ms) or b''!r}"
+        return ServerInfo(version=f"{name} {version}", boot_id=boot_id, address=self._link.address, uptime_s=uptime_s)
 
     async def owner(self) -> RunOwner | None:
         found, alive = await self._link.pipeline(
