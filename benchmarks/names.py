@@ -70,7 +70,7 @@ TORCH = {
 }
 LIVE_BATCHES = 100_000
 """More than are trained while anyone looks: a live run is drained in the end."""
-BATCHES = 6
+BATCHES = 4
 END_S = 240.0
 STOPPED, REFUSED = (130, -signal.SIGTERM), 2
 SPACING_S = (0.0, 0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 7.0, 10.0)
@@ -346,13 +346,12 @@ class Figures:
             for number in range(rounds):
                 if self.is_late() or not run.is_live:
                     break
-                workers, how, lost = run.workers(), ("start", "resume", "copy", "worker")[number % 4], ""
-                if number >= rounds // 2 and not hosts:
-                    lost = ("emptied", "restarted")[number % 2]
-                    if lost == "emptied":
-                        forget(server.url, name)
-                    else:
-                        server = restarted(server, self.work)
+                workers, how = run.workers(), ("start", "resume", "copy", "worker")[number % 4]
+                lost = "" if hosts else ("", "emptied", "", "restarted")[number // 4 % 4]
+                if lost == "emptied":
+                    forget(server.url, name)
+                elif lost:
+                    server = restarted(server, self.work)
                 what = f"{how} beside a live run{lost and f', broker {lost}'} ({number})"
                 newcomer, before = Run(home / "new", name, server.url, trainer, there), ""
                 newcomer.forget()

@@ -49,12 +49,17 @@ class BrokerHarness:
         self._opened.append(made)
         return made
 
+    @property
+    def may_list(self) -> bool:
+        """Whether the broker's user may list keys."""
+        return LIMITED not in (self.url or "")
+
     async def lose(self) -> None:
         """The server loses all that it held of the run of ``open()``."""
         if self.url is None:
             self._memory.forget(self._run)
             return
-        with redis.Redis.from_url(self.url) as server:
+        with redis.Redis.from_url(self.url.replace(f"{LIMITED}:word@", "")) as server:
             server.unlink(*server.scan_iter(f"streamrl:{{{self._run}}}:*"))
 
     async def elapse(self, seconds: float) -> None:

@@ -310,7 +310,7 @@ class Broker(Protocol):
     async def forget_run(self) -> None:
         """Remove all that the broker holds of the run that this process claimed; its name is free again.
 
-        Raises BrokerRejectedError: the broker's user may not list keys (docs/broker.md)."""
+        Raises BrokerRejectedError: the broker's user may not list keys (docs/broker.md): all of it is kept."""
         ...
 
     async def join_run(self, run_id: str = "") -> str:

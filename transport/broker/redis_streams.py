@@ -58,7 +58,7 @@ COMMANDS = (
     *("ping", "info", "role", "eval", "evalsha", "exists", "del", "unlink", "get", "set", "incrby", "decrby"),
     *("hget", "hset", "hsetnx", "hmget", "hgetall", "hdel", "hexists", "hincrby", "hkeys", "hstrlen"),
     *("sadd", "srem", "smembers", "xadd", "xlen", "xrange", "xrevrange", "xread", "xreadgroup", "xack", "xclaim"),
-    *("xdel", "xtrim", "xpending", "xgroup|create", "xinfo|stream", "xinfo|groups", "time", "scan"),
+    *("xdel", "xtrim", "xpending", "xgroup|create", "xinfo|stream", "xinfo|groups", "time"),
 )
 """All that a run sends, its scripts included; what the access list of its user has to allow (docs/broker.md)."""
 _NO_RUN, _OTHER_RUN = "NORUN", "OTHERRUN"
