@@ -187,11 +187,11 @@ class Run:
 
 
 def digest(path: Path) -> str:
-    """Of all that a directory holds."""
+    """Of all that a run did: events, checkpoints, metrics. A start of it that was refused leaves a line in others."""
     total = hashlib.sha256()
-    for file in sorted(path.rglob("*")):
-        if file.is_file() and file.name != "lock":
-            total.update(str(file.relative_to(path)).encode() + file.read_bytes())
+    done = ("journal/s*", "checkpoints/**/*", "metrics.jsonl", "samples.jsonl", "model/*", "broker/**/*")
+    for file in sorted(file for pattern in done for file in path.glob(pattern) if file.is_file()):
+        total.update(str(file.relative_to(path)).encode() + file.read_bytes())
     return total.hexdigest()
 
 
@@ -349,7 +349,7 @@ class Figures:
                 workers, how = run.workers(), ("start", "resume", "copy", "worker")[number % 4]
                 lost = "" if hosts else ("", "emptied", "", "restarted")[number // 4 % 4]
                 if lost == "emptied":
-                    forget(server.url, name)
+                    empty(server.url)
                 elif lost:
                     server = restarted(server, self.work)
                 what = f"{how} beside a live run{lost and f', broker {lost}'} ({number})"
@@ -402,6 +402,12 @@ def forget(url: str, name: str) -> None:
     with redis.Redis.from_url(url) as server:
         if found := [*server.scan_iter(f"streamrl:{{{name}}}:*")]:
             server.unlink(*found)
+
+
+def empty(url: str) -> None:
+    """The broker loses all, and goes on."""
+    with redis.Redis.from_url(url) as server:
+        server.flushall()
 
 
 def restarted(server: ServerProcess, work: Path) -> ServerProcess:
@@ -487,13 +493,16 @@ def main() -> None:
     with figures.server() as server, two_hosts() as made, ThreadPoolExecutor(asked.side_by_side) as pool:
         jobs: list[Callable[[], None]] = []
         if "live" in only:
-            jobs.append(lambda: figures.live("emulated", 28))
+            jobs.append(lambda: figures.live("emulated", 24))
         if "torch" in only:
             jobs.append(lambda: figures.live("torch", 8))
         if "hosts" in only and made:
             jobs.append(lambda: figures.live("emulated", 6, hosts=True))
         if "resumed" in only:
-            jobs += [lambda n=n, s=s: figures.resumed(n, s, server.url) for n, s in enumerate((*SPACING_S, 3.0, 5.0))]
+            jobs += [
+                lambda n=n, s=s: figures.resumed(n, s, server.url)
+                for n, s in enumerate((0.0, 0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 10.0))
+            ]
         if "together" in only:
             jobs += [
                 lambda n=n, s=s: figures.together("instant" if s < 0.1 else "apart", n, s, server.url)
