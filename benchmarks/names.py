@@ -471,7 +471,11 @@ def server_of_hosts(work: Path) -> Iterator[ServerProcess]:
     bind = ("--bind", f"{SUBNET}.1", "127.0.0.1", "--protected-mode", "no")
     server = ServerProcess(Path(binary), Path(tempfile.mkdtemp(dir=work)), *bind)
     try:
-        server.wait_listening()
+        try:
+            server.wait_listening()
+        except RuntimeError:  # another process took the port that was free
+            server = ServerProcess(Path(binary), Path(tempfile.mkdtemp(dir=work)), *bind)
+            server.wait_listening()
         server.url = f"redis://{SUBNET}.1:{server.port}"
         yield server
     finally:
