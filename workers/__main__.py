@@ -152,6 +152,10 @@ class Joining:
     outage_s: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait for a broker that went away")] = (
         BrokerSettings().outage_s
     )
+    run_id: Annotated[
+        str,
+        typer.Option(help="id of the run, from its journal/run.json  [of the run that has this name at the broker]"),
+    ] = ""
     site: Annotated[
         str, typer.Option(help="name of the datacenter that this worker is in, where there are several")
     ] = ""
@@ -194,6 +198,8 @@ class Joining:
         async def serve() -> bool:
             broker = await connect(settings, RunName(self.run))
             try:
+                if self.run_id:
+                    await broker.join_run(self.run_id)
                 return await serve_worker(
                     broker, kind, index, build, MonotonicClock(), site=self.site, heartbeat_file=heartbeat
                 )

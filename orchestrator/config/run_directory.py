@@ -7,7 +7,7 @@
   samples.jsonl     a few answers of each batch
   report.html       the run on one page, and trace.json for Perfetto: written when it ends
   ranker.bin        what the run learnt of response lengths
-  journal/          every applied event, snapshots (recovery, replay, audit)
+  journal/          every applied event, snapshots (recovery, replay, audit); run.json: the run's id
   broker/           the embedded broker's append-only file and password
   checkpoints/      step-<version>/ of the trainer
   model/            the final model, a plain Hugging Face directory
@@ -59,7 +59,7 @@ def journal_of(run_dir: Path) -> Path:
     Raises: ConfigError: there is none.  ForeignError: see ``RunDir.check_own``.
     """
     rundir = RunDir(run_dir)
-    if not rundir.journal.is_dir():
+    if not rundir.has_journal():
         raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
     rundir.check_own()
     return rundir.journal
@@ -118,6 +118,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.held_out = path / "eval.jsonl"
         self.journal = path / "journal"
+        self.identity = self.journal / "run.json"
         self.ranker = path / "ranker.bin"
         self.broker = path / "broker"
         self.checkpoints = path / "checkpoints"
@@ -133,6 +134,10 @@ class RunDir:
 
     def exists(self) -> bool:
         return self.config.exists()
+
+    def has_journal(self) -> bool:
+        """Whether there is a journal that holds more than the run's id, which a start writes first."""
+        return self.journal.is_dir() and [path.name for path in self.journal.iterdir()] != [self.identity.name]
 
     def create(self) -> None:
         """Make the directories. Raises DirectoryError where it may not be; ForeignError where it is another user's."""

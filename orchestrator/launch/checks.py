@@ -21,6 +21,7 @@ import structlog
 from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode
 from orchestrator.http import check_endpoint, check_listening
+from orchestrator.launch.ownership import check_name
 from orchestrator.launch.processes import Children, last_words
 from orchestrator.loop.ranking import open_ranker
 from orchestrator.prompts.dataset import Problem, Problems, load_problems
@@ -195,7 +196,10 @@ async def check_places(settings: Settings) -> None:
         await asyncio.to_thread(prepare, place)
     if settings.broker.url:
         broker = await connect(settings.broker, RunName(settings.run.name), outage_s=FIRST_ANSWER_S)
-        await broker.close()
+        try:
+            await check_name(broker, RunDir(Path(settings.run.dir) / settings.run.name))
+        finally:
+            await broker.close()
 
 
 async def _connect_to(url: str) -> None:
