@@ -466,6 +466,15 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
         return self.num_ranks // self.parallel.num_named if self.parallel.data == "auto" else self.parallel.data
 
 
+def records_logprobs(old_logprobs: str, trainer: TrainerSettings) -> bool:
+    """Whether a batch begins with a pass that records its old-policy logprobs.
+
+    One step needs none: its own forward pass has them (``TokenBatch.with_old`` in workers/algorithms/loss.py). The core
+    orders that pass and the learner reads what it recorded, so both ask here.
+    """
+    return old_logprobs == "recomputed" and trainer.mini_batches * trainer.epochs > 1
+
+
 class PipelineSettings(Section, frozen=True, kw_only=True):
     """What overlaps with what."""
 
