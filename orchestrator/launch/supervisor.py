@@ -130,7 +130,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     try:
         configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
         note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
-        for remark in remarks(settings, problems):
+        for remark in (*resolved.forgotten, *remarks(settings, problems)):
             view.note(f"note: {remark}")
         supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
         try:
