@@ -428,7 +428,10 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("decide", burying(decider.run(inbox), broker))
         run("reconcile", keep_reconciled(broker, inbox, reported, partial(reported, Stage.READY), restore))
         run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
-        run("status", publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit, gpus))
+        run(
+            "status",
+            publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit, gpus, rundir.path),
+        )
         run("watchdog", watchdog.watch(state))
         run("page history", history.watch())
         if service is None:
