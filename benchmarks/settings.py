@@ -5,7 +5,7 @@ each choice of a setting, each bound of a number, the number just inside of a bo
 each value a real ``run --preset tiny`` of 3 batches is started with it; for each of ``--draws`` pairs and triples of
 values of different settings, drawn from ``--seed``, too. A run is right when
 
-- it ends with exit code 0 and ``inspect --audit`` says that it is clean; or
+- it ends with exit code 0, has trained rows, and ``inspect --audit`` says that it is clean; or
 - it is refused before anything starts: exit code 2, the key in the answer, no traceback, and its name is free.
 
 Anything else is a fault. A value that a type forbids (just outside of a bound) must be refused. Settings that stand in
@@ -43,7 +43,7 @@ from pathlib import Path
 import msgspec.inspect
 
 from orchestrator.config.load import resolve
-from orchestrator.config.schema import ENTRIES, ENTRY, FIELDS, to_toml
+from orchestrator.config.schema import ENTRIES, ENTRY, FIELDS, choices_of, to_toml
 from orchestrator.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -145,13 +145,16 @@ def all_values() -> tuple[list[Value], list[str]]:
 
 def values_of(kind: object) -> Iterator[tuple[object, bool]]:
     """(value, whether the type allows it)."""
-    yield from _values(msgspec.inspect.type_info(kind), "")
+    yield from _values(msgspec.inspect.type_info(kind))
 
 
-def _values(info: msgspec.inspect.Type, words: str) -> Iterator[tuple[object, bool]]:
+def _values(info: msgspec.inspect.Type) -> Iterator[tuple[object, bool]]:
     match info:
-        case msgspec.inspect.Metadata(type=inner, extra_json_schema=schema):
-            yield from _values(inner, str((schema or {}).get("description", "")))
+        case msgspec.inspect.Metadata(type=msgspec.inspect.StrType(pattern=str(pattern))):
+            if choices := choices_of(info):
+                yield from ((choice, True) for choice in ([""] if re.search(pattern, "") else []) + choices)
+        case msgspec.inspect.Metadata(type=inner):
+            yield from _values(inner)
         case msgspec.inspect.BoolType():
             yield from ((choice, True) for choice in (True, False))
         case msgspec.inspect.LiteralType(values=choices):
@@ -160,32 +163,21 @@ def _values(info: msgspec.inspect.Type, words: str) -> Iterator[tuple[object, bo
         case msgspec.inspect.EnumType(cls=choices):
             yield from ((choice.value, True) for choice in choices)
             yield "no_such_choice", False
-        case msgspec.inspect.StrType(pattern=str(pattern)):
-            yield from ((choice, True) for choice in _choices(pattern, words))
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             yield from _numbers(info)
         case msgspec.inspect.UnionType(types=types):
             for one in types:
-                yield from ((v, ok) for v, ok in _values(one, words) if ok or not isinstance(v, str))
+                yield from ((v, ok) for v, ok in _values(one) if ok or not isinstance(v, str))
         case msgspec.inspect.ListType(item_type=item):
-            inner = [*_values(item, words)]
+            inner = [*_values(item)]
             yield from (([value], ok) for value, ok in inner)
             yield from ([([], True)] if inner else [])
         case msgspec.inspect.TupleType(item_types=items):
             for place, item in enumerate(items):
-                for value, ok in _values(item, words):
+                for value, ok in _values(item):
                     yield [value if place == index else 0.5 for index in range(len(items))], ok
         case _:
             return
-
-
-def _choices(pattern: str, words: str) -> list[str]:
-    """The choices that a pattern's description names; none where any word will do."""
-    if re.search(pattern, "zqx") or re.search(pattern, "12"):
-        return []
-    quoted = re.findall(r'"([^"]*)"', words) or re.split(r"[\s,]+", words)
-    empty = [""] if re.search(pattern, "") else []
-    return [*empty, *dict.fromkeys(word for word in quoted if word and re.search(pattern, word))]
 
 
 def _numbers(info: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> Iterator[tuple[object, bool]]:
@@ -295,7 +287,10 @@ def judge(trial: Trial, code: int | None, said: str, directory: Path) -> str:
     if forbidden:
         return f"ran with {forbidden[0]}, which its type forbids"
     audit, found = call([sys.executable, "-m", "orchestrator", "inspect", str(runs[0]), "--audit"])
-    return "" if audit == 0 and "audit clean" in found else f"the audit: {found.strip()}"
+    if audit != 0 or "audit clean" not in found:
+        return f"the audit: {found.strip()}"
+    trained = re.search(r"\((\d+) batch(?:es)?, (\d+) rows?\)", found)
+    return "" if trained and int(trained[2]) else f"nothing was trained: {found.strip()}"
 
 
 def call(command: Sequence[str]) -> tuple[int | None, str]:
@@ -381,7 +376,7 @@ def try_all(trials: Sequence[Trial], jobs: int, base: Path, say: Callable[[str],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draws", type=int, default=200, help="pairs and triples")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of what is drawn")
     parser.add_argument("--only", default="*", help="settings to try, as trainer.*; several, with commas between them")
@@ -410,11 +405,10 @@ def main() -> None:
         return
     base = Path(tempfile.mkdtemp(prefix="streamrl-settings-"))
     outcomes = try_all(trials, options.jobs, base, _say)
-    if again := [
-        Trial(values=(v,)) for one in outcomes if one.fault and len(one.trial.values) > 1 for v in one.trial.values
-    ]:
+    unclear = [one for one in outcomes if len(one.trial.values) > 1 and (one.fault or not one.ran)]
+    if again := [Trial(values=(value,)) for one in unclear for value in one.trial.values]:
         (base / "alone").mkdir()
-        outcomes = [one for one in outcomes if not (one.fault and len(one.trial.values) > 1)]
+        outcomes = [one for one in outcomes if one not in unclear]
         outcomes += try_all(again, options.jobs, base / "alone", _say)
     (base / "drawn").mkdir()
     combined = try_all(pairs, options.jobs, base / "drawn", _say)

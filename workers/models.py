@@ -257,6 +257,11 @@ def _check_weights(directory: Path) -> None:
             raise ModelError(f"{path} is broken: {error}") from error
 
 
+def has_own_code(directory: Path) -> bool:
+    """Whether the model is built by Python code that it brings. Raises ModelError: its config.json is broken."""
+    return "auto_map" in _read_json(directory / "config.json", needed="it says what the model is")
+
+
 def check_kind(directory: Path) -> None:
     """Whether the model writes text, and its tokenizer can be read: for a model that brings no code of its own.
 
@@ -265,7 +270,7 @@ def check_kind(directory: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = _read_json(directory / "config.json", needed="it says what the model is")
-    if "auto_map" in config:
+    if has_own_code(directory):
         return
     if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(

@@ -220,7 +220,8 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     here = settings.launcher.kind == "local"
     devices = (settings.trainer.device, generation.device) if here else ()
     own = settings.own_functions("advantage") or settings.own_functions("loss")
-    models = scoring.reward_model or settings.algorithm.teacher
+    adapters = settings.trainer.engine == "torch" and settings.trainer.lora.rank
+    models = scoring.reward_model or settings.algorithm.teacher or adapters
     foreign = scoring.reward or models or own or settings.environments or generation.engine in SERVER_ENGINES
     if not (foreign or any(name.startswith("cuda") for name in devices)):
         return
