@@ -99,8 +99,8 @@ ServerUrl = Annotated[str, Meta(pattern=r"^(|https?://[^\s/]+/?)\Z", description
 BrokerUrl = Annotated[
     str,
     Meta(
-        pattern=r"^(|(rediss?(\+sentinel|\+cluster)?|unix)://.+)\Z",
-        description="redis://host:port, rediss://host:port, unix://path, redis+sentinel://host:port,host:port/name or "
+        pattern=r"^(|(rediss?(\+sentinel|\+cluster)?)://.+|unix://[^/]*/.+)\Z",
+        description="redis://host:port, rediss://host:port, unix:///path, redis+sentinel://host:port,host:port/name or "
         "redis+cluster://host:port,host:port",
     ),
 ]
