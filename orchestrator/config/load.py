@@ -56,13 +56,19 @@ FIXED_ON_RESUME = (
     "eval.problems",
     "eval.seed",
     "eval.sets",
+    "eval.path",
+    "eval.config",
+    "eval.split",
+    "critic.model",
+    "ranker.model",
+    "trainer.engine",
     "trainer.lora.rank",
     "trainer.lora.alpha",
     "trainer.lora.targets",
 )
-"""Another value would train something else under the same name: the position in the data would mean another prompt,
-other adapters do not go on from those of the checkpoint; and checkpoints are looked for where they were written. The
-layout of the ranks is none of these: it may change."""
+"""Another value would train something else under the same name (the position in the data would mean another prompt,
+other adapters do not go on from those of the checkpoint, and checkpoints are looked for where they were written), or
+would change nothing, as what critic and ranker begin with. The layout of the ranks is none of these: it may change."""
 
 RENAMED = {
     "replay": "emulated",

@@ -862,6 +862,8 @@ def test_a_value_that_is_no_setting_is_a_bug():
         "data.suffix=x",
         "run.seed=5",
         "trainer.lora.rank=8",
+        "ranker.model=other.bin",
+        "eval.seed=7",
     ],
 )
 def test_a_resumed_run_stays_the_same_run(change: str):
