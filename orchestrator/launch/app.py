@@ -75,6 +75,7 @@ from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
 from orchestrator.observability.http.status import PageHistory, StatusBoard, publish_status
 from orchestrator.observability.live import open_view
+from orchestrator.observability.loggers import check_loggers, logging_metrics
 from orchestrator.observability.metrics import MetricsLog
 from orchestrator.observability.samples import SAMPLES, ReadOwnPrompt, RecentSamples, SampleKeeper
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
@@ -180,6 +181,7 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
     broker = await connect(settings.broker, name, outage_s=FIRST_ANSWER_S)
     reopen = reopen or await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
     await broker.close()  # it answers: worth a directory and a model
+    await check_loggers(settings.run.loggers)
     rundir = RunDir(Path(settings.run.dir) / name)
     rundir.claim(render(resolved), resume=resume)
     view = open_view(plain=True)
@@ -193,13 +195,21 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
             view.note(f"live page: once it is served, its link is what this prints first:\n  {look}")
         console, started_s = RunConsole(settings, rundir, view), time.monotonic()
         note_start(rundir, resolved)
-        with noting_end(rundir):
-            go_on = serve_command(rundir.path, settings)
-            serving = partial(
-                _connected, settings, name, rundir.path, model_dir, go_on=go_on, reopen=resume and reopen, alone=True
-            )
-            if not await (_growing(serving, settings, rundir, model_dir, resume=resume) if grows else serving()):
-                raise _interrupted()
+        async with logging_metrics(settings, rundir, view.note):
+            with noting_end(rundir):
+                go_on = serve_command(rundir.path, settings)
+                serving = partial(
+                    _connected,
+                    settings,
+                    name,
+                    rundir.path,
+                    model_dir,
+                    go_on=go_on,
+                    reopen=resume and reopen,
+                    alone=True,
+                )
+                if not await (_growing(serving, settings, rundir, model_dir, resume=resume) if grows else serving()):
+                    raise _interrupted()
         console.write_report()
         view.note(console.summary(time.monotonic() - started_s))
         return True

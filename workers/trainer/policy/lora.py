@@ -76,7 +76,7 @@ def adapted_layers(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
 
 def _check_rank(module: PreTrainedModel, layers: Iterable[str], rank: int) -> None:
     """Raises ModelError: a product of ``rank`` inner dimensions has more of them than the smallest layer."""
-    sides = {name: min(module.get_submodule(name).weight.shape) for name in layers}
+    sides = {name: min(cast(nn.Linear, module.get_submodule(name)).weight.shape) for name in layers}
     name = min(sides, key=lambda one: sides[one], default="")
     if name and rank > sides[name]:
         raise ModelError(
