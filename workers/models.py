@@ -38,6 +38,7 @@ from transport.errors import InputFileError
 from transport.process.files import read_json
 from transport.process.gpus import gpu_share
 from transport.process.programs import command
+from transport.process.words import closest, did_you_mean
 from workers.errors import ModelError
 
 if TYPE_CHECKING:
@@ -612,7 +613,8 @@ _INSTALL = {
 def _find_package(name: str) -> tuple[str, Path]:
     """(version, the file that holds model and tokenizer) of an installed package, which is not imported."""
     if name not in _INSTALL:
-        raise ModelError(f"package:{name} is not known to carry a model; known: {', '.join(_INSTALL)}")
+        near = did_you_mean(closest(name, _INSTALL))
+        raise ModelError(f"package:{name} is not known to carry a model{near}; known: {', '.join(_INSTALL)}")
     try:
         package = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError as error:
@@ -677,7 +679,10 @@ def random_model(name: str) -> Callable[[Path], None]:
         "qwen3-small": partial(_build_qwen3, hidden=256, mlp=768, layers=6, heads=8),
     }
     if name not in builders:
-        raise ModelError(f"random:{name} is not known; known: {', '.join(f'random:{known}' for known in builders)}")
+        near = did_you_mean(closest(name, builders))
+        raise ModelError(
+            f"random:{name} is not known{near}; known: {', '.join(f'random:{known}' for known in builders)}"
+        )
     return builders[name]
 
 

@@ -14,6 +14,7 @@
   logs/             one file a process
   api.address       host:port of the HTTP service
   ended.json        why it ended, where the journal does not say it
+  loggers.json      the loggers that were left out, since when and why
   api.secret        the key that every HTTP request carries
   endpoint/         N.address: where generation worker N listens for agents
   endpoint.key      the key by which agents get their work
@@ -51,6 +52,8 @@ from transport.process.programs import command
 
 OWN_LEVELS = 2
 """The run's files, and those of its directories."""
+FOREIGN = ("wandb", "tensorboard", "mlruns")
+"""Directories of loggers' own files, as their libraries like them: with links, where wandb makes them."""
 
 
 def journal_of(run_dir: Path) -> Path:
@@ -129,6 +132,7 @@ class RunDir:
         self.endpoint_addresses = path / ENDPOINT_ADDRESSES
         self.endpoint_key = path / ENDPOINT_KEY
         self.ended = path / "ended.json"
+        self.loggers = path / "loggers.json"
         self._lock: IO[bytes] | None = None
         self._before: set[str] | None = None  # what the directory held when it was claimed
 
@@ -200,9 +204,10 @@ class RunDir:
         """Whether all that the run's processes open here is this user's own: a link in a copy of another's run would
         have them write elsewhere, and a pipe would have them wait for ever.
 
-        Below the second level nothing is written that was there before.  Raises: ForeignError, naming it; OSError.
+        Below the second level nothing is written that was there before, and nothing of ours opens what loggers keep
+        here (FOREIGN).  Raises: ForeignError, naming it; OSError.
         """
-        check_own_tree(self.path, levels=OWN_LEVELS)
+        check_own_tree(self.path, levels=OWN_LEVELS, unread=FOREIGN)
 
     def lock(self) -> None:
         """Own the directory until ``unlock`` or death. Raises RunExistsError naming the process that owns it."""

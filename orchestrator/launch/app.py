@@ -76,6 +76,7 @@ from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
 from orchestrator.observability.http.status import PageHistory, StatusBoard, publish_status
 from orchestrator.observability.live import open_view
+from orchestrator.observability.loggers import check_loggers, logging_metrics
 from orchestrator.observability.metrics import MetricsLog
 from orchestrator.observability.samples import SAMPLES, ReadOwnPrompt, RecentSamples, SampleKeeper
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
@@ -187,6 +188,7 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
         stack.push_async_callback(broker.close)
         rundir.check_free(resume=resume)
         await check_name(broker, rundir)  # it answers, and the name is ours: worth a directory and a model
+        await check_loggers(settings.run.loggers)
         rundir.claim(render(resolved), resume=resume)
         stack.callback(rundir.unlock)
         claim = await take_name(broker, rundir)
@@ -220,21 +222,23 @@ async def _alone_with_name(
             view.note(f"live page: once it is served, its link is what this prints first:\n  {look}")
         console, started_s = RunConsole(settings, rundir, view), time.monotonic()
         note_start(rundir, resolved)
-        with noting_end(rundir):
-            go_on = serve_command(rundir.path, settings)
-            serving = partial(
-                _connected,
-                settings,
-                claim,
-                name,
-                rundir.path,
-                model_dir,
-                go_on=go_on,
-                reopen=resume and reopen,
-                alone=True,
-            )
-            if not await (_growing(serving, settings, claim, rundir, model_dir, resume=resume) if grows else serving()):
-                raise _interrupted()
+        async with logging_metrics(settings, rundir, view.note):
+            with noting_end(rundir):
+                go_on = serve_command(rundir.path, settings)
+                serving = partial(
+                    _connected,
+                    settings,
+                    claim,
+                    name,
+                    rundir.path,
+                    model_dir,
+                    go_on=go_on,
+                    reopen=resume and reopen,
+                    alone=True,
+                )
+                grown = _growing(serving, settings, claim, rundir, model_dir, resume=resume) if grows else serving()
+                if not await grown:
+                    raise _interrupted()
         console.write_report()
         view.note(console.summary(time.monotonic() - started_s))
         return True
@@ -467,7 +471,10 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("decide", burying(decider.run(inbox), broker))
         run("reconcile", keep_reconciled(broker, inbox, reported, partial(reported, Stage.READY), restore))
         run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
-        run("status", publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit, gpus))
+        run(
+            "status",
+            publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit, gpus, rundir.path),
+        )
         run("watchdog", watchdog.watch(state))
         run("page history", history.watch())
         if service is None:

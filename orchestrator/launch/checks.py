@@ -31,7 +31,7 @@ from transport.broker.redis_streams import connect
 from transport.contracts.code_tasks import CODE_REWARD, read_task
 from transport.contracts.gym_tasks import REFUSED, refusal
 from transport.contracts.ledger import checkpoints_place
-from transport.contracts.settings import SERVER_ENGINES, DataSettings, Settings, data_parts, public
+from transport.contracts.settings import SERVER_ENGINES, DataSettings, Settings, data_parts, eval_sets, public
 from transport.contracts.types import RunName
 from transport.contracts.user_files import read_lengths
 from transport.errors import LengthFileError, ListenError, SecretError
@@ -47,6 +47,8 @@ PREPARING_S = 60.0
 """Between two words on a preparation that goes on."""
 NOTE = "note: "
 """Beginning of a remark, also in what a worker prints that prepares a model."""
+MAX_ANSWERS = 16_384
+"""Answers of one evaluation: one message of MAX_MESSAGE_BYTES names the prompts of all, 512 bytes each at most."""
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
@@ -72,10 +74,23 @@ def check_inputs(settings: Settings, *, scored: bool = True) -> Problems:
         if reason:
             key = f"data.mix.{name}.task" if name else "data.task"
             raise ConfigError(f"{key}: {reason}", key="data.mix" if name else key)
+    check_evaluation(settings, loaded.held_out)
     if settings.scoring.reward == CODE_REWARD:
         check_code_tasks((*loaded.training, *loaded.held_out))
     check_ranker_files(settings)
     return loaded
+
+
+def check_evaluation(settings: Settings, held_out: Iterable[Problem]) -> None:
+    """Raises DataError: an evaluation within the run asks for more answers than ``MAX_ANSWERS``."""
+    asked = eval_sets(settings)
+    answers = sum(asked[problem.eval_set].samples for problem in held_out)
+    if settings.eval.every and answers > MAX_ANSWERS:
+        raise DataError(
+            f"eval.every: one evaluation asks for {answers} answers (problems times samples of all sets), and a run "
+            f"takes {MAX_ANSWERS} at most: lower eval.problems or samples of [eval.sets], or set eval.every=0 and ask "
+            "all of them when the run is over (streamrl-worker evaluate)"
+        )
 
 
 def check_ranker_files(settings: Settings) -> None:
@@ -238,7 +253,8 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> list
     devices = (settings.trainer.device, generation.device) if here else ()
     own = settings.own_functions("advantage") or settings.own_functions("loss")
     critic = settings.critic.model if settings.has_critic else ""
-    models = scoring.reward_model or settings.algorithm.teacher or critic
+    adapters = settings.trainer.engine == "torch" and settings.trainer.lora.rank
+    models = scoring.reward_model or settings.algorithm.teacher or critic or adapters
     foreign = scoring.reward or models or own or settings.environments or generation.engine in SERVER_ENGINES
     if not (foreign or any(name.startswith("cuda") for name in devices)):
         return []

@@ -60,7 +60,7 @@ from orchestrator.launch.ownership import holding, take_name
 from orchestrator.launch.processes import Children, Fleet, Liveness, Restarts, names_of, workers_of
 from orchestrator.loop.intake import append_event
 from orchestrator.observability.live import View, open_view
-from orchestrator.observability.loggers import check_installed, logging_metrics
+from orchestrator.observability.loggers import check_loggers, logging_metrics
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
 from transport.broker import keys
 from transport.broker.base import Broker, RunClaim, without_password
@@ -126,7 +126,6 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     settings = resolved.settings
     rundir = RunDir(_run_dir(settings))
     rundir.check_free(resume=resume)
-    check_installed(settings.run.loggers)
     await check_places(settings)
     check_cluster(settings)
     gpus = place_gpus(settings)
@@ -134,6 +133,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     settings = resolved.settings
     check_workers_inputs(settings)
     problems = check_inputs(settings)
+    await check_loggers(settings.run.loggers)
     doubts = await check_workers(settings, () if resume else problems.training)
     rundir.claim(render(resolved), resume=resume)
     view = open_view(plain=plain)
@@ -141,7 +141,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     try:
         configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
         note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
-        for remark in (*remarks(settings, problems), *doubts):
+        for remark in (*resolved.forgotten, *remarks(settings, problems), *doubts):
             view.note(f"note: {remark}")
         supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
         try:
@@ -190,7 +190,7 @@ class Supervisor:
         async with AsyncExitStack() as stack:
             stack.callback(self._console.write_report)  # last of all, however the run ends: it says how
             stack.enter_context(noting_end(self._rundir))
-            await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
+            await stack.enter_async_context(logging_metrics(self._settings, self._rundir, self._view.note))
             if self._settings.trainer.engine != "none":
                 run, groups = self._settings.run, self._settings.pipeline
                 size = f"{run.batches} batches of {groups.groups_per_batch} groups of {groups.group_size}"

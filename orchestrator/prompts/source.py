@@ -179,6 +179,8 @@ class ShuffledSource:
         self._passes = passes if problems else 1
         self._by_id = {problem.prompt_id: problem for problem in problems}
         self._fingerprint = _fingerprint(problems, seed=seed, shuffle=shuffle)
+        self._made: tuple[Problem, Prompt] | None = None
+        """The newest prompt: a problem of an evaluation of several samples comes as often in a row."""
         self._go_to(0, 0)
 
     def __len__(self) -> int:
@@ -226,15 +228,17 @@ class ShuffledSource:
         """Every prompt comes as often as any other, however it went."""
 
     def _prompt(self, problem: Problem) -> Prompt:
-        text = self._encoder.render(problem.question, problem.messages)
-        ids = self._encoder.encode(text)
-        return Prompt(
-            prompt_id=problem.prompt_id,
-            text=text,
-            prompt_ids=ids,
-            entry_json=problem.entry_json,
-            eval_set=problem.eval_set,
-        )
+        if self._made is None or self._made[0] is not problem:
+            text = self._encoder.render(problem.question, problem.messages)
+            prompt = Prompt(
+                prompt_id=problem.prompt_id,
+                text=text,
+                prompt_ids=self._encoder.encode(text),
+                entry_json=problem.entry_json,
+                eval_set=problem.eval_set,
+            )
+            self._made = problem, prompt
+        return self._made[1]
 
     def _go_to(self, number: int, index: int) -> None:
         """The order of a pass is its own seeded stream, so that it needs no pass before it."""

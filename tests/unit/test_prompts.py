@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.config.load import resolve
 from orchestrator.errors import ConfigError, DataError
-from orchestrator.launch.checks import remarks
+from orchestrator.launch.checks import check_inputs, remarks
 from orchestrator.prompts.dataset import Problem, Problems, load_problems
 from orchestrator.prompts.source import (
     PromptEncoder,
@@ -27,9 +27,9 @@ from orchestrator.prompts.source import (
     sampling_of_sets,
     write_held_out,
 )
-from transport.contracts.messages import SlotOutcome
+from transport.contracts.messages import MAX_MESSAGE_BYTES, HeldOutPromptsArrived, PromptRef, SlotOutcome, encode
 from transport.contracts.settings import DataSettings, Settings
-from transport.contracts.types import GroupId, PromptId
+from transport.contracts.types import GroupId, PromptId, SamplingParams
 from workers.models import character_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "gsm8k_sample.jsonl"
@@ -240,6 +240,30 @@ def test_several_sets_of_held_out_problems_each_with_its_samples(model_dir: Path
     write_held_out(configured, model_dir, tmp_path / "eval.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert [line["eval_set"] for line in lines] == ["easy", "easy", "hard", "hard", "hard"], "each problem once"
+
+
+def test_an_evaluation_of_more_answers_than_one_message_names_is_refused(model_dir: Path):
+    """The journal took an event that its reader then refused: the run could neither be audited nor resumed."""
+    sets = ["eval.sets.many.samples=4096", "eval.problems=4"]
+    check_inputs(settings("eval.every=1", *sets))
+    encoded = held_out(settings(*sets), model_dir).next(16_384).prompts
+    assert len({id(prompt) for prompt in encoded}) == 4, "each problem is encoded once"
+    event = HeldOutPromptsArrived(
+        prompts=tuple(
+            PromptRef(
+                prompt_id=PromptId(f"{'s' * 64}:{'d' * 150}"),
+                prompt_tokens=2**20,
+                predicted_tokens=0.1,
+                eval_set="s" * 64,
+                sampling=SamplingParams(max_new_tokens=2**20, temperature=0.7),
+            )
+            for _ in encoded
+        )
+    )
+    assert len(encode(event)) < MAX_MESSAGE_BYTES
+    with pytest.raises(DataError, match=r"eval\.every: one evaluation asks for 20480 answers .* takes 16384 at most"):
+        check_inputs(settings("eval.every=1", *sets, "eval.problems=5"))
+    check_inputs(settings(*sets, "eval.problems=5"))
 
 
 def test_sets_of_a_task_differ_by_its_parameters(model_dir: Path):

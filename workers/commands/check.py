@@ -1,8 +1,8 @@
 """``streamrl-worker check``: what would end a run's workers on this host, found before the run begins.
 
 A reward, a loss or an advantage that cannot be imported or computes nothing, a device, a teacher or a reward model that
-is not there, an engine that is not installed: each worker would say so by itself, but only after its broker, its model
-and its neighbours were started.
+is not there, an engine that is not installed, adapters of layers that the model does not have: each worker would say so
+by itself, but only after its broker, its model and its neighbours were started.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def check_workers(settings: Settings, trial: TrialRows) -> None:
     if generation.engine == "embedded" and generation.device.startswith("cuda"):
         choose_device(generation.device, "generation.device")
     _try_functions(settings)
+    if trainer.engine == "torch" and trainer.lora.rank:
+        _check_adapters(settings)
     if settings.scoring.reward:
         asyncio.run(_try_reward(settings, trial))
     if settings.algorithm.teacher and settings.algorithm.teacher_url:
@@ -102,6 +104,20 @@ def _try_functions(settings: Settings) -> None:
         from workers.user_functions.loss import own_losses, try_losses  # torch
 
         try_losses(objective_of(settings, own_losses(names, ",".join(names), path)))
+
+
+def _check_adapters(settings: Settings) -> None:
+    """Look for the layers of trainer.lora in the model, without its weights. A model of its own code is left alone.
+
+    Raises ModelError.
+    """
+    directory = prepare_model(settings.model.path, cache_dir=model_cache(os.environ))
+    if brings_code(directory):
+        return
+    from workers.trainer.policy.loading import empty_module
+    from workers.trainer.policy.lora import adapted_layers  # torch
+
+    adapted_layers(empty_module(directory), settings.trainer.lora)
 
 
 def _check_engine(generation: GenerationSettings) -> None:

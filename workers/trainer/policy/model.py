@@ -279,7 +279,7 @@ def loss_gradient(logprobs: Tensor, tokens: TokenBatch, objective: Objective) ->
     """(loss sum, its gradient by the logprobs)."""
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
-        loss = loss_sum(leaf, tokens, objective, loss_terms(objective))
+        loss = loss_sum(leaf, tokens.with_old(logprobs, objective), objective, loss_terms(objective))
         (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient
 
