@@ -369,7 +369,7 @@ class SessionEngine:
                 silent=calls == "json",
             )
         exchange, prompt = await self._exchange(session, conversation, asked, parent, added, kind, stream)
-        answer = self._answer(asked, exchange.turn, prompt, offered=bool(tools))
+        answer = self._answer(session, asked, exchange.turn, prompt, offered=bool(tools))
         conversation.add(exchange, digest_behind(begun[-1], answer.message))
         return answer
 
@@ -400,7 +400,7 @@ class SessionEngine:
         exchange, ids = await self._exchange(session, conversation, asked, parent, added, kind, stream)
         if isinstance(prompt, str):
             exchange.text = prompt + self._encoder.text(exchange.turn.response_ids.tolist())
-        answer = self._answer(asked, exchange.turn, ids, offered=False)
+        answer = self._answer(session, asked, exchange.turn, ids, offered=False)
         conversation.add(exchange)
         return answer
 
@@ -548,7 +548,18 @@ class SessionEngine:
         """Of each by itself, special ones included."""
         return [self._encoder.whole_text([one]) for one in ids]
 
-    def _answer(self, asked: Request, turn: Completion, prompt: Sequence[int], *, offered: bool) -> Answer:
+    def _not_obeyed(self, session: Session | None, asked: Request) -> tuple[str, ...]:
+        """Fields that ask for another distribution than the one of a session's run."""
+        if session is None:
+            return ()
+        run = session.request.sampling
+        given = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
+        differing = [name for name, value in given.items() if value is not None and value != getattr(run, name)]
+        return (*differing, *(["seed"] if asked.seed is not None else []))
+
+    def _answer(
+        self, session: Session | None, asked: Request, turn: Completion, prompt: Sequence[int], *, offered: bool
+    ) -> Answer:
         ids = turn.response_ids.tolist()
         text = self._encoder.text(ids)
         ends = [end for stop in asked.stops if (end := text.find(stop)) >= 0]
@@ -565,6 +576,7 @@ class SessionEngine:
             tokens=self.token_texts(ids) if asked.wants_logprobs else (),
             fingerprint=str(turn.spans[-1].weights) if turn.spans else "",
             tool_calls=tuple(calls),
+            not_obeyed=self._not_obeyed(session, asked),
             created_s=int(time.time()),
         )
 

@@ -343,6 +343,8 @@ class Answer:
     tokens: Sequence[str]
     fingerprint: str
     tool_calls: Sequence[ToolCall] = ()
+    not_obeyed: Sequence[str] = ()
+    """Fields of the request that a session does not obey, since it samples as its run does."""
     created_s: int = 0
     identity: str = field(default_factory=lambda: secrets.token_hex(12))
 
@@ -386,11 +388,16 @@ def text_answer(asked: CompletionRequest, answer: Answer) -> dict[str, Any]:
 
 def _whole(asked: Request, answer: Answer, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
     head = _head(asked, kind, answer.identity, answer.created_s, answer.fingerprint)
-    whole = {**head, "choices": [choice], "usage": answer.usage}
+    whole = {**head, "choices": [choice], "usage": answer.usage, **_not_obeyed(answer)}
     if asked.return_token_ids:
         choice["token_ids"] = list(answer.token_ids)
         whole["prompt_token_ids"] = list(answer.prompt_ids)
     return whole
+
+
+def _not_obeyed(answer: Answer | None) -> dict[str, list[str]]:
+    """The field of an answer that names what was not obeyed; none where all was."""
+    return {"not_obeyed": list(answer.not_obeyed)} if answer is not None and answer.not_obeyed else {}
 
 
 def _head(asked: Request, kind: str, identity: str, created_s: int, fingerprint: str) -> dict[str, Any]:
@@ -445,7 +452,7 @@ class Chunks:
 
     def _chunk(self, said: dict[str, Any], ended: Answer | None = None) -> dict[str, Any]:
         choice = {"index": 0, "logprobs": None, **said, "finish_reason": ended.finish_reason if ended else None}
-        return {**self._head(ended), "choices": [choice]}
+        return {**self._head(ended), "choices": [choice], **_not_obeyed(ended)}
 
     def _head(self, answer: Answer | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
