@@ -82,10 +82,10 @@ def small_model(
         try:
             small = AutoModelForCausalLM.from_config(
                 _small_config(module.config, chosen, narrow=narrow),
-                dtype=torch.float64,
+                dtype=torch.float32,  # transformers makes it the default of all threads meanwhile
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
-            )
+            ).double()
         except NOT_BUILT as error:
             problem = str(error)
             continue
