@@ -2,7 +2,7 @@
 
 A pair is two starts, or a live run and a newcomer; each must end so:
 
-- the one with the name goes on to its end: exit code 0, each batch once in its metrics, a clean audit, and by
+- the one with the name goes on to its end: exit code 0, its batches and no other in its metrics, a clean audit, and by
   ``plain_audit.py``, which shares no code with that, every row once and none of another run;
 - the other ends with 2 and names directory and host of the first; nothing is left of a start, nothing is changed in the
   directory of a resumed run;
@@ -41,6 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import redis
@@ -128,7 +129,7 @@ class Run:
     def is_torch(self) -> bool:
         return self.trainer == "torch"
 
-    def lines(self) -> list[dict[str, object]]:
+    def lines(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
         found = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
         return [line for line in found if "batch" in line]
@@ -238,7 +239,7 @@ class Figures:
         problems: list[str] = []
         if run.code != 0:
             problems.append(f"the run with the name ended with {run.code}: {run.said()[-300:]}")
-        trained = [line["batch"] for line in run.lines()]
+        trained = sorted({line["batch"] for line in run.lines()})  # one trained again after a resume has two lines
         if trained != list(range(batches)):
             with self.lock:
                 self.mixed.append(what)
@@ -307,7 +308,7 @@ class Figures:
             self.pair("resumed", name, [f"the first did not stop: {old.code}"])
             return
         forget(url, name)
-        before, had = digest(old.path), len(old.lines())
+        before, had = digest(old.path), len({line["batch"] for line in old.lines()})
         if number % 2:
             new.start()
             time.sleep(apart_s)
@@ -370,7 +371,9 @@ class Figures:
                 self.pair(kind, what, problems + self.undisturbed(run, workers, what))
             if run.is_live:
                 run.drain()
-            self.said += self.whole(run, batches=len(run.lines()), what=f"{kind}, the live run at its end")
+            self.said += self.whole(
+                run, batches=len({line["batch"] for line in run.lines()}), what=f"{kind}, the live run at its end"
+            )
         for path in (home,):
             shutil.rmtree(path, ignore_errors=True)
 
