@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from orchestrator.errors import DataError
@@ -33,6 +34,8 @@ from transport.contracts.settings import DEFAULT_CONTEXT, DataSettings, ScoringS
 from transport.contracts.types import PromptId, SamplingParams
 from transport.errors import InputFileError
 from transport.process.files import replace
+
+log = structlog.get_logger(__name__)
 
 TEMPLATE_TOKENS = 16
 """Special tokens that a tokenizer may add to a text; beside them, a token is at least one byte of it."""
@@ -449,7 +452,10 @@ def fitting(problems: Sequence[Problem], encoder: PromptEncoder, limit: int, set
 
     lengths = list(map(length, problems))
     fit = [problem for problem, length in zip(problems, lengths, strict=True) if length <= room]
-    if len(fit) == len(problems) or (fit and settings.data.overlong == "skip"):
+    if len(fit) == len(problems):
+        return fit
+    if fit and settings.data.overlong == "skip":
+        log.warning("prompts beyond the context are left out", left_out=len(problems) - len(fit), of=len(problems))
         return fit
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     raise DataError(
