@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
+from benchmarks.verifier_tasks import allowed, empty, survey
 from workers.scoring.rewards import RewardSpec, Scorer, build_reward
 
 DATA = "STREAMRL_DATA"
@@ -350,6 +351,7 @@ def main() -> None:
     )
     parser.add_argument("--share", type=float, default=1.0, help="share of the right answers that are tried")
     parser.add_argument("--seed", type=int, default=0, help="draws that share")
+    parser.add_argument("--rows", type=int, default=3, help="rows of each task of reasoning_gym")
     parser.add_argument("--list", action="store_true", help="print every exception")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -375,6 +377,15 @@ def main() -> None:
         }
     else:
         print(f"no right answers: name the directory of the data sets with --data or {DATA}")
+    tasks = survey(options.seed, options.rows, empty, ())
+    for one in (*tasks.paid, *tasks.slow):
+        print(f"  {one.task}, row {one.row}: {one.answer!r:.80} (right: {one.right!r:.60}), {one.cpu_s:.2f} s of CPU")
+    figures |= {
+        "empty_paid": len(tasks.paid),
+        "tasks_allowed": len(allowed()),
+        "empty_answers": tasks.tried,
+        "slow_tasks": sorted({one.task for one in tasks.slow}),
+    }
     print(json.dumps(figures))
 
 

@@ -179,9 +179,9 @@ def settings() -> Iterator[Case]:
         yield setting(f"trainer.lr={value}", "a number in (0, 1]", value.removesuffix("308"))
     yield setting("trainer.lr=true", "a number in (0, 1]", "true")
     yield setting("trainer.weight_decay=inf", "a number", "inf")
-    yield setting("sampling.temperature=nan", "a number > 0", "nan")
-    yield setting("scoring.timeout_s=inf", "a number > 0", "inf")
-    yield setting("sampling.temperature=0", "a number > 0", "0")
+    yield setting("sampling.temperature=nan", "a number >= 0.001", "nan")
+    yield setting("scoring.timeout_s=inf", "a number >= 1", "inf")
+    yield setting("sampling.temperature=0", "a number >= 0.001", "0")
     yield setting("sampling.top_p=1.5", "(0, 1]", "1.5")
     yield setting("sampling.max_new_tokens=ten", "whole number", "ten")
     yield setting("sampling.max_new_tokens=1.5", "whole number", "1.5")
@@ -235,7 +235,7 @@ def settings() -> Iterator[Case]:
         *("eval.sets", "hard", "temperature above 0", "sampling.temperature"),
     )
     yield setting("broker.tls_ca=ca.pem", "rediss://")
-    yield setting("liveness.lease_s=0.5", "liveness.heartbeat_s", "twice")
+    yield setting("liveness.lease_s=1.5", "liveness.heartbeat_s", "twice")
     yield setting("api.secret=short", "characters or more")
     yield case("an old name", "o run --preset tiny --set replay.step_s=1", "replay.step_s is emulated.step_s")
     yield case(

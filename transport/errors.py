@@ -19,6 +19,7 @@
     │   ├── GpuError                a GPU that a process should take is not there, or is not free: the message names it
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
+    │       └── OtherRunError       another run has this name on the broker, or another directory goes on with this run
     ├── TailLostError               the broker came back without what was written last: write all of it again
     ├── MessageError                one message is corrupt, foreign or oversized: dead-letter it, keep going
     └── ChecksumError               bytes arrived and are not what the manifest says: pull again
@@ -68,9 +69,17 @@ class PeerRejectedError(_AddressedError, FatalError):
 class BrokerRejectedError(FatalError): ...
 
 
+FENCED = "is fenced off"
+
+
 class FencedError(FatalError):
-    def __init__(self, role: str, epoch: int, current_epoch: int) -> None:
-        super().__init__(f"{role} of epoch {epoch} is fenced off: epoch {current_epoch} has taken over")
+    """newest: the run's newest start, for people; "" where nothing is known of it."""
+
+    def __init__(self, role: str, epoch: int, current_epoch: int, newest: str = "") -> None:
+        said = f"{role} of epoch {epoch} {FENCED}: epoch {current_epoch} has taken over"
+        if newest:
+            said += f". Another start of this run did that; its newest start is that of {newest}"
+        super().__init__(f"{said}. Go on there, or stop the other one first")
         self.role = role
         self.epoch = epoch
         self.current_epoch = current_epoch
@@ -114,6 +123,14 @@ class SegmentSpaceError(FatalError):
 
 
 class RunExistsError(FatalError): ...
+
+
+class OtherRunError(RunExistsError):
+    """owner_id: the run that has the name, "" where it has gone again."""
+
+    def __init__(self, problem: str, *, owner_id: str = "") -> None:
+        super().__init__(problem)
+        self.owner_id = owner_id
 
 
 class TailLostError(StreamError): ...

@@ -152,6 +152,10 @@ class Joining:
     outage_s: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait for a broker that went away")] = (
         BrokerSettings().outage_s
     )
+    run_id: Annotated[
+        str,
+        typer.Option(help="id of the run, from its journal/run.json  [of the run that has this name at the broker]"),
+    ] = ""
     site: Annotated[
         str, typer.Option(help="name of the datacenter that this worker is in, where there are several")
     ] = ""
@@ -194,6 +198,8 @@ class Joining:
         async def serve() -> bool:
             broker = await connect(settings, RunName(self.run))
             try:
+                if self.run_id:
+                    await broker.join_run(self.run_id)
                 return await serve_worker(
                     broker, kind, index, build, MonotonicClock(), site=self.site, heartbeat_file=heartbeat
                 )
@@ -223,16 +229,30 @@ class Publishing(Joining):
 
 @app.command()
 def prepare(
-    model: Annotated[str, typer.Option(help="model.path of the run")], trust_remote_code: TrustRemoteCode = False
+    model: Annotated[str, typer.Option(help="model.path of the run")],
+    trains: Annotated[bool, typer.Option("--trains", help="also check that a trainer can train it")] = False,
+    max_context: Annotated[int, typer.Option(min=0, help="generation.max_context of that run")] = 0,
+    served: Annotated[bool, typer.Option("--served", help="SGLang or vLLM generates in that run")] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Turn a model path into a local Hugging Face directory, check its kind and chat template, and print it."""
-    from workers.models import check_kind, model_cache, prepare_model, try_chat_template
+    """Turn a model path into a local Hugging Face directory, check its kind and chat template, and print it.
+
+    What is allowed and hardly meant is printed before it, each in a line that begins with "note: ".
+    """
+    from workers.models import check_kind, model_cache, prepare_model, remarks_on_ends, try_chat_template
 
     kept = model_cache(os.environ)
     directory = prepare_model(model, cache_dir=kept, trust_remote_code=trust_remote_code)
+    remarks: list[str] = []
     if directory.parent != kept:  # those we wrote ourselves, as what they are
         check_kind(directory)
-    try_chat_template(directory)
+        if trains:
+            from workers.commands.check import check_trained
+
+            remarks += check_trained(directory, max_context, served=served, trust_remote_code=trust_remote_code)
+    remarks += remarks_on_ends(directory, try_chat_template(directory))
+    for remark in remarks:
+        print(f"note: {remark}")
     print(directory)
 
 

@@ -28,6 +28,7 @@ TransientError (transport.errors): this process ends, and starting it again is w
 StreamError (transport.errors)
 ├── CheckpointRefusedError  weights that a publisher is asked for are not there, not allowed, or no weights
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
+│   └── WeightsSpoiledError  a server failed while it took them, and is started again: asking again may help
 ├── TensorFileError       a file of tensors is cut off, or none: whose it is decides what that means
 ├── ServerAnswerError     an inference server answers with an error, or with what is no answer
 ├── EndpointRefusedError  an agent's request cannot be done: its answer has the status and the code of the error
@@ -129,6 +130,9 @@ class CheckpointRefusedError(StreamError): ...
 
 
 class WeightsMismatchError(StreamError): ...
+
+
+class WeightsSpoiledError(WeightsMismatchError): ...
 
 
 class TensorFileError(StreamError):

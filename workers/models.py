@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +38,7 @@ from transport.errors import InputFileError
 from transport.process.files import read_json
 from transport.process.gpus import gpu_share
 from transport.process.programs import command
+from transport.process.words import closest, did_you_mean
 from workers.errors import ModelError
 
 if TYPE_CHECKING:
@@ -203,6 +205,11 @@ def check_model_dir(directory: Path) -> None:
     """Check what every process will need. Raises ModelError naming the first file that is missing or broken."""
     if not directory.is_dir():
         raise ModelError(f"model directory {directory} does not exist")
+    if (directory / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{directory} holds adapters of peft (adapter_config.json), and some readers would add them to the model: "
+            "merge them (merge_and_unload() of peft, then save_pretrained), and name that directory"
+        )
     config = _read_json(directory / "config.json", needed="it says what the model is")
     if not config.get("model_type"):
         raise ModelError(f"{directory / 'config.json'} has no model_type: this is no Hugging Face model directory")
@@ -228,32 +235,68 @@ def _read(path: Path, kind: type[T]) -> T:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the files that hold a model directory's weights. Raises ModelError: what names them is broken."""
+    """Names of the files that hold a model directory's weights.
+
+    Raises ModelError: what names them is broken, or another reader would take other files.
+    """
     index = directory / INDEX_FILE
     if not index.is_file():
         return [MODEL_FILE]
+    files = sorted(set(_weight_map(index).values()))
+    if (directory / MODEL_FILE).is_file() and MODEL_FILE not in files:  # transformers reads it, servers the others
+        raise ModelError(f"{directory} has both {MODEL_FILE} and {INDEX_FILE}, which names other files: remove one")
+    return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = _read_json(index, needed="it names the shards").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} is broken: it names no shards")
-    return sorted({str(shard) for shard in weight_map.values()})
+    return {str(name): str(shard) for name, shard in weight_map.items()}
 
 
 def _check_weights(directory: Path) -> None:
-    """Reads headers only; their byte ranges must cover the files, so a cut-off copy is noticed."""
-    from safetensors import SafetensorError, safe_open
-
-    shards = weight_files(directory)
+    """Whether every tensor is in one file. Reads headers only; their byte ranges must cover the files, so that
+    one that is cut off is noticed.
+    """
+    shards, index = weight_files(directory), directory / INDEX_FILE
     if not (directory / shards[0]).is_file() and any(directory.glob("*.bin")):
         raise ModelError(f"{directory} has only pickled weights (*.bin), which are not read: save it as safetensors")
-    for path in (directory / shard for shard in shards):
-        if not path.is_file():
-            raise ModelError(f"{path} is missing: it holds weights")
-        try:
-            with safe_open(path, framework="numpy") as weights:
-                if not list(weights.keys()):
-                    raise ModelError(f"{path} is broken: it holds no tensors")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is broken: {error}") from error
+    held: dict[str, str] = {}
+    for shard in shards:
+        _hold(held, shard, _tensor_names(directory / shard))
+    if index.is_file():
+        if absent := sorted(_weight_map(index).keys() - held.keys()):
+            raise ModelError(f"{index} names {absent[0]}, which is in none of its files: copy or save the model again")
+    else:  # a server reads all files of this kind where no index names some
+        for other in sorted(directory.glob("*.safetensors")):
+            if other.name not in shards:
+                _hold(dict(held), other.name, _tensor_names(other))
+
+
+def _hold(held: dict[str, str], shard: str, names: Sequence[str]) -> None:
+    """Note where tensors are. Raises ModelError: one is in two files."""
+    for name in names:
+        if name in held:
+            raise ModelError(
+                f"tensor {name} is in {held[name]} and in {shard}: remove the file that is not the model's"
+            )
+        held[name] = shard
+
+
+def _tensor_names(path: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: it holds weights")
+    try:
+        with safe_open(path, framework="numpy") as weights:
+            names = list(weights.keys())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is broken: {error}") from error
+    if not names:
+        raise ModelError(f"{path} is broken: it holds no tensors")
+    return names
 
 
 def check_kind(directory: Path) -> None:
@@ -263,22 +306,41 @@ def check_kind(directory: Path) -> None:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = _read_json(directory / "config.json", needed="it says what the model is")
-    if "auto_map" in config:
+    if brings_code(directory):
         return
+    config = _read_json(directory / "config.json", needed="it says what the model is")
     if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
             f"{directory / 'config.json'}: model_type {config['model_type']!r} is no causal language model that the "
             "installed transformers knows: use one that writes text, or a newer transformers"
         )
-    if _tokenizer(directory) is None:
+    tokenizer = _tokenizer(directory)
+    if tokenizer is None:
         raise ModelError(f"the tokenizer in {directory} cannot be read: copy or save the model again")
+    _check_vocabulary(directory, tokenizer)
     hidden, path = config.get("hidden_size"), directory / "model.safetensors"
     for name, shape in _embeddings(path) if hidden and path.is_file() else ():
         if shape[-1] != hidden:
             raise ModelError(
                 f"{path} is of another model: {name} is {shape}, and config.json says hidden_size {hidden}"
             )
+
+
+def brings_code(directory: Path) -> bool:
+    """Whether the model has Python code of its own, which runs only where a machine's user allows it."""
+    return "auto_map" in _read_json(directory / "config.json", needed="it says what the model is")
+
+
+def _check_vocabulary(directory: Path, tokenizer: Any) -> None:
+    """Raises ModelError: text can become ids that the model has no embedding of."""
+    rows = model_facts(directory).vocab_size
+    word, largest = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1], default=("", -1))
+    if largest >= rows:
+        raise ModelError(
+            f"the tokenizer of {directory} has {largest + 1} tokens, the last of them {word!r}, and the model's "
+            f"embedding has {rows} rows (vocab_size): use the tokenizer that belongs to the model, or give the model "
+            "more rows (resize_token_embeddings of transformers) and save it again"
+        )
 
 
 def _embeddings(path: Path) -> list[tuple[str, list[int]]]:
@@ -294,42 +356,202 @@ def _embeddings(path: Path) -> list[tuple[str, list[int]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a model's own config.json says. max_context: tokens, 0 where it names no limit."""
+    """What a model's own config.json says. max_context: tokens, 0 where it names no limit.
+
+    rope: from how many tokens on a rope changes for all positions of a call, None: none does.
+    """
 
     model_type: str
     vocab_size: int
     max_context: int
+    rope: ChangingRope | None = None
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of config.json: all of it, unless the model has several modalities."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and text else config
 
 
 def model_facts(directory: Path) -> ModelFacts:
     """Raises ModelError when config.json is missing or names no vocabulary."""
     path = directory / "config.json"
     config = _read(path, dict[str, Any])
-    text: dict[str, Any] = config.get("text_config") or config
+    text = text_config(config)
     if not isinstance(text.get("vocab_size"), int):
         raise ModelError(f"{path} has no vocab_size")
     return ModelFacts(
         model_type=str(config.get("model_type", "")),
         vocab_size=text["vocab_size"],
-        max_context=int(text.get("max_position_embeddings") or 0),
+        max_context=_tokens(text.get("max_position_embeddings")),
+        rope=changing_rope(text),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangingRope:
+    """A rope that depends on the longest position of a call. kind: as config.json names it.  limit: in a call of no
+    more tokens it is what it is for a short one.
+    """
+
+    kind: str
+    limit: int
+
+
+def changing_rope(config: Mapping[str, Any]) -> ChangingRope | None:
+    """The rope of a language model's configuration if it changes with the longest position; the first that does.
+
+    config: config.json, or its ``text_config``; in the words of any version of transformers.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    longest = _tokens(config.get("max_position_embeddings"))
+    for rope in (given, *given.values()) if isinstance(given, Mapping) else ():
+        if not isinstance(rope, Mapping):
+            continue
+        kind = str(rope.get("rope_type") or rope.get("type") or "")
+        if "dynamic" in kind:
+            return ChangingRope(kind=kind, limit=longest)
+        if kind in ("longrope", "su"):  # Phi-3's first files call it su
+            originals = (part.get("original_max_position_embeddings") for part in (config, rope))
+            return ChangingRope(kind=kind, limit=next(filter(None, map(_tokens, originals)), longest))
+    return None
+
+
+def _tokens(value: object) -> int:
+    """0 for what is no number."""
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def check_rope(config: Mapping[str, Any], longest: int, *, served: bool = False) -> None:
+    """Raises ModelError: a call may reach the change of a rope, so that a sample's logprobs depend on its neighbours.
+
+    longest: tokens of prompt and response.  served: SGLang or vLLM generates.
+    """
+    rope = changing_rope(config)
+    if rope is None or not rope.limit:
+        return
+    if longest > rope.limit:
+        raise ModelError(
+            f"the rope of this {config.get('model_type')} model ({rope.kind}) changes for all tokens once one of them "
+            f"is beyond {rope.limit}, and a sample may have {longest}: set generation.max_context = {rope.limit} or "
+            "less"
+        )
+    if served and "dynamic" in rope.kind:
+        raise ModelError(
+            f"the rope of this {config.get('model_type')} model ({rope.kind}) is always stretched by SGLang and vLLM, "
+            'and by the trainer only beyond its window: set generation.engine = "embedded"'
+        )
 
 
 class _Ends(Struct, frozen=True, kw_only=True):
     eos_token_id: int | list[int] | None = None
+    text_config: _Ends | None = None
 
 
 def stop_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of ``generation_config.json``, else of ``config.json``; ascending, () if neither has any.
+    """Ids that end a response: those of generation_config.json, of config.json and of the tokenizer together.
 
-    A chat model often has several (end of turn, end of text); any of them ends a response.
-    Raises: ModelError when a file is there and is no such JSON.
+    A chat model often has several (end of turn, end of text), and no file is sure to name them all: a base model that
+    was tuned for chats keeps its generation_config.json. Servers stop at the tokenizer's, too.
+    Returns: ascending, without ids that the model does not have; () if no file names any.
+    Raises:  ModelError: a file is there and is no such JSON.
     """
-    for path in (model_dir / "generation_config.json", model_dir / "config.json"):
-        ends = _read(path, _Ends).eos_token_id if path.is_file() else None
-        if ends is not None and ends != []:
-            return tuple(sorted({ends} if isinstance(ends, int) else set(ends)))
-    return ()
+    vocabulary = _vocab_size(model_dir)
+    return tuple(sorted(end for end in _named_ends(model_dir) if end >= 0 and (not vocabulary or end < vocabulary)))
+
+
+def _named_ends(model_dir: Path) -> dict[int, str]:
+    """Id -> the first of the files that name it as an end."""
+    found: dict[int, str] = {}
+    for name in ("generation_config.json", "config.json"):
+        if (model_dir / name).is_file():
+            given = _read(model_dir / name, _Ends)
+            for ends in (given.eos_token_id, given.text_config and given.text_config.eos_token_id):
+                for end in [ends] if isinstance(ends, int) else ends or []:
+                    found.setdefault(end, name)
+    if (end := _tokenizer_end(model_dir)) is not None:
+        found.setdefault(end, "the tokenizer")
+    return found
+
+
+def _vocab_size(model_dir: Path) -> int:
+    path = model_dir / "config.json"
+    config = _read(path, dict[str, Any]) if path.is_file() else {}
+    size = text_config(config).get("vocab_size")
+    return size if isinstance(size, int) else 0
+
+
+class _AddedToken(Struct, frozen=True):
+    content: str
+    id: int | None = None
+
+
+class _SpecialTokens(Struct, frozen=True, kw_only=True):
+    """What tokenizer_config.json and special_tokens_map.json say of the end."""
+
+    eos_token: str | _AddedToken | None = ""
+
+
+class _Tokenizer(Struct, frozen=True, kw_only=True):
+    """What tokenizer.json has of added tokens."""
+
+    added_tokens: tuple[_AddedToken, ...] = ()
+
+
+def _tokenizer_end(model_dir: Path) -> int | None:
+    """Id of the tokenizer's ``eos_token``; None where it has none. Read from its files where these say it, as loading
+    a tokenizer may import torch.
+    """
+    if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = model_dir / name
+        token = _read(path, _SpecialTokens).eos_token if path.is_file() else ""
+        if token is None:
+            return None
+        if token and (model_dir / "tokenizer.json").is_file():
+            content = token if isinstance(token, str) else token.content
+            added = _read(model_dir / "tokenizer.json", _Tokenizer).added_tokens
+            if (known := next((one.id for one in added if one.content == content), None)) is not None:
+                return known
+        if token:
+            break
+    return load_tokenizer(model_dir).eos_token_id
+
+
+def remarks_on_ends(model_dir: Path, behind_turn: str = "") -> list[str]:
+    """What is hardly meant of the ends that a model directory names, a sentence each. Raises ModelError.
+
+    behind_turn: what its chat template writes behind a response.
+    """
+    named, ends = _named_ends(model_dir), stop_token_ids(model_dir)
+    said = [
+        f"{where} of {model_dir} names token {end} as the end of a response, and the model has "
+        f"{_vocab_size(model_dir)} tokens"
+        for end, where in named.items()
+        if end not in ends
+    ]
+    if not ends:
+        said.append(
+            f"{model_dir} names no end of a response (eos_token_id in generation_config.json and config.json, "
+            "eos_token of the tokenizer): every response runs to sampling.max_new_tokens"
+        )
+    elif (token := _special_token(model_dir, behind_turn)) is not None and token[0] not in ends:
+        said.append(
+            f"the chat template of {model_dir} ends a turn with {token[1]} ({token[0]}), which no file of it names as "
+            "an end: responses go on behind it; add it to eos_token_id in generation_config.json"
+        )
+    return said
+
+
+def _special_token(model_dir: Path, text: str) -> tuple[int, str] | None:
+    """(id, text) of the special token that ``text`` begins with; None where it begins with none."""
+    if not (text := text.lstrip()):
+        return None
+    tokenizer = load_tokenizer(model_dir)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+    return (ids[0], str(token.content)) if token is not None and token.special else None
 
 
 def choose_device(name: str, setting: str) -> torch.device:
@@ -391,7 +613,8 @@ _INSTALL = {
 def _find_package(name: str) -> tuple[str, Path]:
     """(version, the file that holds model and tokenizer) of an installed package, which is not imported."""
     if name not in _INSTALL:
-        raise ModelError(f"package:{name} is not known to carry a model; known: {', '.join(_INSTALL)}")
+        near = did_you_mean(closest(name, _INSTALL))
+        raise ModelError(f"package:{name} is not known to carry a model{near}; known: {', '.join(_INSTALL)}")
     try:
         package = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError as error:
@@ -424,7 +647,7 @@ def _convert_package(gguf: Path, directory: Path) -> None:
 
 # --- random models ----------------------------------------------------------------------------------------------------
 
-RANDOM_REVISION = 1
+RANDOM_REVISION = 2
 """Raised when a model or the tokenizer changes, so that no old one is taken from the cache."""
 
 SEED = 20_251_120
@@ -436,6 +659,9 @@ tokens it says a given digit one time in five and ends one time in five: even un
 that vary. With 256 byte tokens it has neither."""
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>{{ 'tools' }}{% for tool in tools %}{{ '\\n' + tool.function.name }}"
+    "{% if tool.function.description %}{{ ': ' + tool.function.description }}{% endif %}{% endfor %}<|im_end|>"
+    "{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] + '\\n' + message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{{ 'assistant\\n' }}{% endif %}"
 )
@@ -453,7 +679,10 @@ def random_model(name: str) -> Callable[[Path], None]:
         "qwen3-small": partial(_build_qwen3, hidden=256, mlp=768, layers=6, heads=8),
     }
     if name not in builders:
-        raise ModelError(f"random:{name} is not known; known: {', '.join(f'random:{known}' for known in builders)}")
+        near = did_you_mean(closest(name, builders))
+        raise ModelError(
+            f"random:{name} is not known{near}; known: {', '.join(f'random:{known}' for known in builders)}"
+        )
     return builders[name]
 
 
@@ -518,30 +747,38 @@ HELLO = {"role": "user", "content": "Hello"}
 TRIALS = (
     [HELLO],
     [{"role": "system", "content": "Be brief."}, HELLO, {"role": "assistant", "content": "Hi."}, HELLO],
+    [HELLO, {"role": "assistant", "content": "Hi."}],
 )
+MAX_BEHIND_TURN = 1000
+"""Characters, fewer than a pipe holds."""
 
 
-def try_chat_template(directory: Path) -> None:
+def try_chat_template(directory: Path) -> str:
     """Raises ModelError for a template that does not end, or takes too much memory, for a few short messages.
 
     One that refuses them is not at fault; a tokenizer that cannot be read is named where it is used. Not held: a
     template that goes on for ever only for certain messages.
+    Returns: what it writes behind a response, cut short; "" where it writes none.
     """
     tokenizer = _tokenizer(directory)
     if tokenizer is None or not tokenizer.chat_template:
-        return
-    trial = multiprocessing.get_context("fork").Process(target=_render, args=(tokenizer,), daemon=True)
-    trial.start()
-    trial.join(WALL_S)
-    if trial.is_alive():
-        trial.kill()
-        trial.join()
-    if trial.exitcode != 0:
-        raise ModelError(
-            f"the chat template of {directory} does not end within {CPU_S} s, {MEMORY_BYTES // 1024**2} MiB and "
-            f"{MAX_CHARACTERS} characters for a few short messages: mend it (tokenizer_config.json or "
-            "chat_template.jinja), or use another model"
-        )
+        return ""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with receiver, sender:
+        trial = context.Process(target=_render, args=(tokenizer, sender), daemon=True)
+        trial.start()
+        trial.join(WALL_S)
+        if trial.is_alive():
+            trial.kill()
+            trial.join()
+        if trial.exitcode != 0:
+            raise ModelError(
+                f"the chat template of {directory} does not end within {CPU_S} s, {MEMORY_BYTES // 1024**2} MiB and "
+                f"{MAX_CHARACTERS} characters for a few short messages: mend it (tokenizer_config.json or "
+                "chat_template.jinja), or use another model"
+            )
+        return receiver.recv_bytes().decode() if receiver.poll() else ""
 
 
 def _tokenizer(directory: Path) -> Any:
@@ -552,8 +789,9 @@ def _tokenizer(directory: Path) -> Any:
         return None
 
 
-def _render(tokenizer: Any) -> None:
-    """In the child: exits with 0 if all trials ended, and is killed by the kernel if one does not."""
+def _render(tokenizer: Any, sender: Connection) -> None:
+    """In the child: exits with 0 if all trials ended, and is killed by the kernel if one does not. Sends what stands
+    behind the response of the last trial."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for kind, most in ((resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, size + MEMORY_BYTES)):
         hard = resource.getrlimit(kind)[1]
@@ -562,11 +800,15 @@ def _render(tokenizer: Any) -> None:
     code = 0
     for messages in TRIALS:
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            asks = messages[-1]["role"] == "user"
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
         except MemoryError:
             code = 1
         except Exception:  # it refuses these messages, for whatever reason: said when it is given real ones
             continue
         else:
             code = code or int(len(text) > MAX_CHARACTERS)
+            said = messages[-1]["content"]
+            if messages[-1]["role"] == "assistant" and said in text:
+                sender.send_bytes(text.rpartition(said)[2][:MAX_BEHIND_TURN].encode(errors="replace"))
     os._exit(code)

@@ -90,8 +90,7 @@ def main(
         raise ConfigError(f"--answers {kept.path} is the file of --out: name another, they hold different lines")
     decided = _decided(settings, rewards=rewards)
     known = _collected(out, settings.model.path, samples, decided, rewards=rewards)
-    problems = check_inputs(settings)
-    if not problems:
+    if not check_inputs(settings, scored=rewards).training:
         raise ConfigError('trainer.engine "none" has no data to collect from', key="trainer.engine")
     with tempfile.TemporaryDirectory(prefix="streamrl-collect-") as logs, writing_out(out):
         return asyncio.run(_collect(settings, out, samples, prompts, rewards, known, decided, Path(logs), kept))
@@ -148,10 +147,11 @@ async def _collect(
     kept: Kept | None,
 ) -> int:
     model_dir = await prepare_model(settings.model.path, logs, lambda text: print(text, flush=True))
-    source = await asyncio.to_thread(open_source, settings, model_dir)
+    source = await asyncio.to_thread(open_source, settings, model_dir, scored=rewards)
     problems = source.problems[:count]
     if rewards:
-        await check_workers(settings, problems)
+        for doubt in await check_workers(settings, problems):
+            print(f"note: {doubt}", flush=True)
     asked = [source.lookup(one.prompt_id) for one in problems if one.prompt_id not in known]
     questions: dict[str, str] = {one.prompt_id: one.question for one in problems}
     if other := next((one for one in problems if known.get(one.prompt_id, one.question) != one.question), None):

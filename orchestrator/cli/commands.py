@@ -18,8 +18,18 @@ import typer
 from orchestrator.cli.plan import plan
 from orchestrator.cli.rank import rank
 from orchestrator.cli.simulate import simulate
-from orchestrator.config.load import Resolved, check_resume, is_chosen, preset_names, render, resolve
+from orchestrator.config.load import (
+    Resolved,
+    check_resume,
+    is_chosen,
+    preset_names,
+    presets_of,
+    read_preset,
+    render,
+    resolve,
+)
 from orchestrator.config.run_directory import RunDir, newest_name, next_free_name
+from orchestrator.config.starts import read_starts
 from orchestrator.errors import ConfigError, check_out
 from transport.contracts.settings import Settings
 from transport.process.files import check_own
@@ -137,11 +147,26 @@ class Configuration:
             raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")
         check_own(stored.parent.resolve())
         before = resolve(None, [], [], {}, stored=stored)
+        self._check_preset(before, RunDir(stored.parent))
         places = (("run.dir", str(directory), before.settings.run.dir), ("run.name", name, before.settings.run.name))
         moved = [f"{key}={found}" for key, found, written in places if found != written]
-        resolved = resolve(self.preset, self.config_file or [], [*overrides, *moved], os.environ, stored=stored)
+        resolved = resolve(None, self.config_file or [], [*overrides, *moved], os.environ, stored=stored)
         check_resume(before.settings, resolved)
         return resolved
+
+    def _check_preset(self, before: Resolved, rundir: RunDir) -> None:
+        """Raises ConfigError: ``--preset`` names another one than the run began with. before: as it was."""
+        if self.preset is None:
+            return
+        read_preset(self.preset)
+        named = [start.preset for start in read_starts(rundir)[:1]] or [*presets_of(before)]
+        if self.preset not in named:
+            began = f"began with preset {named[0]}" if any(named) else "began without a preset"
+            raise ConfigError(
+                f"the run {before.settings.run.name} {began}, and a resumed run keeps its own settings: leave out "
+                "--preset, and name what shall change with --set or --config; or start a new run under another --name",
+                where=f"--preset {self.preset}",
+            )
 
 
 @app.command(help=f"Train: start every process of a run and see it through.\n\n{EXIT_CODES}")
@@ -160,10 +185,12 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the configuration, with where each value came from, and stop; `settings NAME` explains one. "
+            help="Print the settings that are not defaults, with where each value came from, and stop; "
+            "`settings NAME` explains one. "
             "With a --launcher but local: print what would be submitted, a batch script or manifests.",
         ),
     ] = False,
+    all_settings: Annotated[bool, typer.Option("--all", help="With --dry-run: defaults, too.")] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="With --dry-run --launcher kubernetes: a new directory for the manifests, a Kustomize base."),
@@ -172,6 +199,8 @@ def run(
 ) -> None:
     overrides = configuration.overrides(run_name=name, run_dir=directory, launcher_kind=launcher)
     resolved = configuration.resolve_resumed(overrides) if resume else configuration.resolve_new(overrides)
+    if all_settings and not dry_run:
+        raise typer.BadParameter("--all goes with --dry-run: it prints settings, and starts nothing")
     if out is not None:
         if not dry_run:
             raise typer.BadParameter("--out goes with --dry-run: it starts nothing")
@@ -194,7 +223,7 @@ def run(
         check_ranker_files(resolved.settings)
         placed = place_gpus(resolved.settings)
         lines = placed.lines(workers_of(placed.settings)) if placed else ()
-        shown = render(with_numbers(resolved, placed)) + "".join(f"# {line}\n" for line in lines)
+        shown = render(with_numbers(resolved, placed), defaults=all_settings) + "".join(f"# {line}\n" for line in lines)
         typer.echo(shown, nl=False)
         return
     from orchestrator.launch import supervisor

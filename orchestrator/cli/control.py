@@ -23,11 +23,13 @@ from orchestrator.config.load import parse_override
 from orchestrator.config.run_directory import RunDir, find_run
 from orchestrator.config.schema import to_toml
 from orchestrator.errors import ConfigError, RunFailedError, printable
+from orchestrator.launch.ownership import read_identity
 from orchestrator.loop.intake import REQUESTS, append_event, change
 from orchestrator.observability.http.status import read_status
 from transport.broker import keys
 from transport.broker.base import MAX_DEAD_LETTERS, Broker, DeadLetter, parse_entry_id
 from transport.broker.embedded import EmbeddedServer
+from transport.broker.ownership import not_here
 from transport.broker.redis_streams import connect
 from transport.contracts.messages import Event
 from transport.contracts.settings import Settings
@@ -66,7 +68,7 @@ async def open_run(
     broker_url: see find_run.  live: never start it, because a request to a run that is over would wait in it for the
     next one.  reads: nothing is written, so a copy of it will do where its disk is full or read-only.
     Raises: what find_run raises.  RunFailedError: the embedded one is not there and shall not be started.
-    BrokerUnavailableError.
+    BrokerUnavailableError.  OtherRunError: the name of the run is another one's on that broker.
     """
     rundir, settings = find_run(run_dir, broker_url)
     url, password = settings.broker.url, settings.broker.password
@@ -97,6 +99,11 @@ async def open_run(
                 raise
             raise RunFailedError(f"{rundir.path} is not running: the broker that it brought has ended") from error
         stack.push_async_callback(broker.close)
+        known = read_identity(rundir)
+        if known is not None and (owner := await broker.owner()) is not None:
+            if owner.claim.run_id != known.run_id:
+                raise not_here(broker.run, rundir.path, owner)
+            await broker.join_run(known.run_id)
         yield rundir, settings, broker
 
 

@@ -13,7 +13,7 @@ import math
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from orchestrator.config.schema import (
     is_section,
     keys_of,
     nearest,
+    nearest_choice,
     to_toml,
     value_of,
 )
@@ -55,13 +56,19 @@ FIXED_ON_RESUME = (
     "eval.problems",
     "eval.seed",
     "eval.sets",
+    "eval.path",
+    "eval.config",
+    "eval.split",
+    "critic.model",
+    "ranker.model",
+    "trainer.engine",
     "trainer.lora.rank",
     "trainer.lora.alpha",
     "trainer.lora.targets",
 )
-"""Another value would train something else under the same name: the position in the data would mean another prompt,
-other adapters do not go on from those of the checkpoint; and checkpoints are looked for where they were written. The
-layout of the ranks is none of these: it may change."""
+"""Another value would train something else under the same name (the position in the data would mean another prompt,
+other adapters do not go on from those of the checkpoint, and checkpoints are looked for where they were written), or
+would change nothing, as what critic and ranker begin with. The layout of the ranks is none of these: it may change."""
 
 RENAMED = {
     "replay": "emulated",
@@ -72,18 +79,37 @@ RENAMED = {
 """What 0.1 called a section, a setting or a value -> its name since 0.2. The old name is an error that says the new."""
 
 
+DEFAULT, PRESET = "default", "preset "
+"""Origins: of a value that nobody set, and how that of a preset's begins."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A configuration that can be started. origins: dotted key -> where its value came from, for every key."""
+    """A configuration that can be started.
+
+    origins: dotted key -> where its value came from, for every key.  forgotten: what a preset sets that does not hold,
+    a sentence each.
+    """
 
     settings: Settings
     origins: Mapping[str, str]
+    forgotten: Sequence[str] = ()
 
 
 def is_chosen(resolved: Resolved, key: str) -> bool:
     """Whether the user gave ``key`` a value; a default or a preset is no choice."""
-    origin = resolved.origins[key]
-    return origin != "default" and not origin.startswith(("preset ", "algorithm "))
+    return resolved.origins[key] != DEFAULT and not _is_given(resolved.origins[key])
+
+
+def _is_given(origin: str) -> bool:
+    """Whether a preset or an algorithm set the value."""
+    return origin.startswith((PRESET, "algorithm "))
+
+
+def presets_of(resolved: Resolved) -> list[str]:
+    """The presets that values come from."""
+    named = (origin for origin in resolved.origins.values() if origin.startswith(PRESET))
+    return list(dict.fromkeys(origin.removeprefix(PRESET).partition(":")[0] for origin in named))
 
 
 def preset_names() -> list[str]:
@@ -104,20 +130,33 @@ def resolve(
     Args:    preset: its name, None for none.  files: TOML files.  overrides: ``section.key=value``.
              environ: only the variables of FROM_ENVIRONMENT are looked at, and those with _FILE after them.
              stored: config.toml in the directory of a run, under all of ``files``; it must be this user's.
-    Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.  SecretError, ForeignError.
+    Raises:  ConfigError: every key and value that is wrong by itself, each with where it was set, or the first rule
+             of several that is broken.  SecretError, ForeignError.
     """
-    presets = [read_preset(preset)] if preset else []
-    kept = [_read_file(stored, own=True)] if stored else []
-    named = [_read_file(path) for path in files]
-    named.append([parse_override(argument) for argument in overrides])
+    wrong: list[ConfigError] = []
+
+    def read(source: Callable[[], list[Setting]]) -> list[Setting]:
+        try:
+            return source()
+        except ConfigError as error:
+            wrong.append(error)
+            return []
+
+    presets = [read(lambda: read_preset(preset))] if preset else []
+    kept = [read(lambda: _read_stored(stored))] if stored else []
+    named = [read(lambda path=path: _read_file(path)) for path in files]
+    named.append([one for argument in overrides for one in read(lambda argument=argument: [parse_override(argument)])])
     for key, variable in FROM_ENVIRONMENT.items():
         if secret := read_secret(environ, variable):
             named.append([Setting(path=tuple(key.split(".")), value=secret, where=f"environment {variable}")])
     values: dict[str, object] = {}
-    origins = dict.fromkeys(FIELDS, "default")
+    origins = dict.fromkeys(FIELDS, DEFAULT)
+    forgotten: dict[str, str] = {}
     # A stored run has all values of its own, over those of its algorithm; another one that is named now goes over it.
     for layer in (*presets, _of_algorithm([*presets, *kept]), *kept, _of_algorithm(named), *named):
-        _apply(layer, values, origins)
+        wrong += _apply(layer, values, origins, forgotten)
+    if wrong:
+        raise _all_of(wrong)
     settings = _hide_password(_build(values), origins)
     for keys, problem in violations(settings):
         assigned = [key if key in SECRET else f"{key} = {to_toml(value_of(settings, key))}" for key in keys]
@@ -135,7 +174,25 @@ def resolve(
             key="broker.url",
             where=origins["broker.url"],
         )
-    return Resolved(settings=settings, origins=origins)
+    sentences = [sentence for key, sentence in forgotten.items() if origins[key] == DEFAULT]
+    return Resolved(settings=settings, origins=origins, forgotten=sentences)
+
+
+MAX_ERRORS = 20
+"""Errors that one message names."""
+
+
+def _all_of(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error for several, a line each; the first one's key and place."""
+    first, *others = {str(error): error for error in errors}.items()
+    lines = [text for text, _ in others[: MAX_ERRORS - 1]]
+    if len(others) >= MAX_ERRORS:
+        lines.append(f"and {len(others) + 1 - MAX_ERRORS} more")
+    if not lines:
+        return first[1]
+    text, error = first
+    problem = text.removeprefix(f"{error.where}: ") if error.where else text
+    return ConfigError("\n".join([problem, *lines]), key=error.key, where=error.where)
 
 
 def read_preset(name: str) -> list[Setting]:
@@ -175,6 +232,30 @@ def _read_file(path: Path, *, own: bool = False) -> list[Setting]:
     return read_document(document, str(path))
 
 
+def _read_stored(path: Path) -> list[Setting]:
+    """The settings of a run's config.toml, each with the origin that ``render`` wrote beside it.
+
+    A value whose line says "default" and is another was changed by hand: its origin is that line.
+    """
+    settings = _read_file(path, own=True)
+    comments = _comments(read_own(path).decode("utf-8-sig"))
+    found: list[Setting] = []
+    for setting in settings:
+        origin = _NOTES.sub("", comments.get(setting.path, ""))
+        is_default = origin == DEFAULT and setting.key in FIELDS and _is_default(setting)
+        kept = "" if setting.key in FROM_ENVIRONMENT or (origin == DEFAULT and not is_default) else origin
+        found.append(replace(setting, origin=kept))
+    return found
+
+
+_NOTES = re.compile(r"; (set, not shown|\w+ here)\Z")
+"""Ends of comments of ``render`` that are no part of an origin."""
+
+
+def _is_default(setting: Setting) -> bool:
+    return to_toml(setting.value) == to_toml(value_of(Settings(), setting.key))
+
+
 # --- merging ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,22 +265,36 @@ SET_FOR: Mapping[str, Sequence[str]] = {
     "data.path": ("data.shuffle", "data.mix", "eval.path", "eval.sets"),
     "trainer.lr_schedule": ("trainer.lr_min_share",),
 }
-"""Setting -> those that belong to its value."""
+"""Setting -> those that a preset sets for its value alone."""
 
 
-def _apply(layer: Iterable[Setting], values: dict[str, object], origins: dict[str, str]) -> None:
-    """Lay ``layer`` over ``values``. Another task, source or file forgets what was set for the one before."""
+def _apply(
+    layer: Iterable[Setting], values: dict[str, object], origins: dict[str, str], forgotten: dict[str, str]
+) -> list[ConfigError]:
+    """Lay ``layer`` over ``values``. Another task, source or file forgets what a preset set for the one before.
+
+    forgotten: gets a sentence for each key whose value goes so.
+    Returns: one error for each setting that is wrong by itself, and therefore left out.
+    """
     settings = [one for setting in layer for one in _of_sections(setting)]
     for setting in settings:
         if setting.key in SET_FOR and values.get(setting.key) != setting.value:
             for key in SET_FOR[setting.key]:
-                values.pop(key, None)
-                origins[key] = "default"
+                if key in values and _is_given(origins[key]):
+                    was = f"{key} = {to_toml(values.pop(key))} ({origins[key]})"
+                    forgotten[key] = f"{was} is not used: {setting.key} is another ({setting.where})"
+                    origins[key] = DEFAULT
+    wrong: list[ConfigError] = []
     for setting in settings:
         key, _ = setting.field
-        values[key] = _typed(setting, values)
+        try:
+            values[key] = _typed(setting, values)
+        except ConfigError as error:
+            wrong.append(error)
+            continue
         origins.pop(key)  # so that they end in the order in which they were set: of a broken rule the last is blamed
-        origins[key] = setting.where
+        origins[key] = setting.origin or setting.where
+    return wrong
 
 
 def _of_sections(setting: Setting) -> Iterator[Setting]:
@@ -250,7 +345,8 @@ def _converted(setting: Setting, value: object, kind: Any, key: str) -> object:
         shown = "" if key in SECRET else f", not {setting.value}"
         with suppress(TypeError):  # a date, which no setting can be
             shown = shown and f", not {to_toml(setting.value)}"
-        problem = _renamed(f'{key} = "{value}"') or f"{setting.key} must be {expected_type(key)}{shown}"
+        near = "" if key in SECRET else nearest_choice(kind, value)
+        problem = _renamed(f'{key} = "{value}"') or f"{setting.key} must be {expected_type(key)}{shown}{near}"
         raise ConfigError(problem, key=key, where=setting.where) from error
 
 
@@ -356,12 +452,17 @@ def check_resume(stored: Settings, resolved: Resolved) -> None:
             )
 
 
-def render(resolved: Resolved) -> str:
-    """The configuration as TOML, each line with where its value came from. Secrets are left out."""
+def render(resolved: Resolved, *, defaults: bool = True) -> str:
+    """The configuration as TOML, each line with where its value came from. Secrets are left out.
+
+    defaults: also settings that nobody set; a comment says how many there are where they are left out.
+    """
     lines: list[str] = []
     for section in SECTIONS:
-        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        for key in keys_of(section):
+        keys = [key for key in keys_of(section) if defaults or resolved.origins[key] != DEFAULT]
+        if keys:
+            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        for key in keys:
             value = value_of(resolved.settings, key)
             origin = resolved.origins[key]
             if key in FROM_ENVIRONMENT and value:
@@ -369,6 +470,10 @@ def render(resolved: Resolved) -> str:
             if value == "auto" and key == "pipeline.dispatch":
                 origin = f"{origin}; {chosen_dispatch(resolved.settings)} here"
             lines.append(f"{key.rpartition('.')[2]} = {to_toml(value)}  # {origin}")
+    lines += [f"# {sentence}" for sentence in resolved.forgotten]
+    if not defaults:
+        left = sum(origin == DEFAULT for origin in resolved.origins.values())
+        lines.append(f"# {left} more settings have their defaults; --all prints them, too")
     return "\n".join(lines) + "\n"
 
 
@@ -381,12 +486,14 @@ class Setting:
 
     path: the parts of its key, e.g. ("trainer", "lr").  where: e.g. "file.toml:7" or "--set".
     text: what was typed after ``--set key=``, None in a file; a string setting takes it as it is.
+    origin: where the value came from when a run began, in a file that keeps it; "": from ``where``.
     """
 
     path: tuple[str, ...]
     value: object
     where: str
     text: str | None = None
+    origin: str = ""
 
     @property
     def key(self) -> str:
@@ -499,6 +606,15 @@ def key_lines(document: str) -> dict[tuple[str, ...], int]:
         for path in paths:
             lines.setdefault(path, statement.line)
     return lines
+
+
+def _comments(document: str) -> dict[tuple[str, ...], str]:
+    """The comment at the end of the statement that first sets each key. ``document`` must be valid TOML."""
+    comments: dict[int, str] = {}
+    for statement in _statements(document):
+        tokens = [token[0] for token in _TOKEN.finditer(statement.text) if token[0].startswith("#")]
+        comments[statement.line] = tokens[-1].removeprefix("#").strip() if tokens else ""
+    return {path: comments[line] for path, line in key_lines(document).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@
   samples.jsonl     a few answers of each batch
   report.html       the run on one page, and trace.json for Perfetto: written when it ends
   ranker.bin        what the run learnt of response lengths
-  journal/          every applied event, snapshots (recovery, replay, audit)
+  journal/          every applied event, snapshots (recovery, replay, audit); run.json: the run's id
   broker/           the embedded broker's append-only file and password
   checkpoints/      step-<version>/ of the trainer
   model/            the final model, a plain Hugging Face directory
   logs/             one file a process
   api.address       host:port of the HTTP service
   ended.json        why it ended, where the journal does not say it
+  loggers.json      the loggers that were left out, since when and why
   api.secret        the key that every HTTP request carries
   endpoint/         N.address: where generation worker N listens for agents
   endpoint.key      the key by which agents get their work
@@ -51,6 +52,8 @@ from transport.process.programs import command
 
 OWN_LEVELS = 2
 """The run's files, and those of its directories."""
+FOREIGN = ("wandb", "tensorboard", "mlruns")
+"""Directories of loggers' own files, as their libraries like them: with links, where wandb makes them."""
 
 
 def journal_of(run_dir: Path) -> Path:
@@ -59,7 +62,7 @@ def journal_of(run_dir: Path) -> Path:
     Raises: ConfigError: there is none.  ForeignError: see ``RunDir.check_own``.
     """
     rundir = RunDir(run_dir)
-    if not rundir.journal.is_dir():
+    if not rundir.has_journal():
         raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
     rundir.check_own()
     return rundir.journal
@@ -118,6 +121,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.held_out = path / "eval.jsonl"
         self.journal = path / "journal"
+        self.identity = self.journal / "run.json"
         self.ranker = path / "ranker.bin"
         self.broker = path / "broker"
         self.checkpoints = path / "checkpoints"
@@ -128,11 +132,16 @@ class RunDir:
         self.endpoint_addresses = path / ENDPOINT_ADDRESSES
         self.endpoint_key = path / ENDPOINT_KEY
         self.ended = path / "ended.json"
+        self.loggers = path / "loggers.json"
         self._lock: IO[bytes] | None = None
         self._before: set[str] | None = None  # what the directory held when it was claimed
 
     def exists(self) -> bool:
         return self.config.exists()
+
+    def has_journal(self) -> bool:
+        """Whether there is a journal that holds more than the run's id, which a start writes first."""
+        return self.journal.is_dir() and [path.name for path in self.journal.iterdir()] != [self.identity.name]
 
     def create(self) -> None:
         """Make the directories. Raises DirectoryError where it may not be; ForeignError where it is another user's."""
@@ -195,9 +204,10 @@ class RunDir:
         """Whether all that the run's processes open here is this user's own: a link in a copy of another's run would
         have them write elsewhere, and a pipe would have them wait for ever.
 
-        Below the second level nothing is written that was there before.  Raises: ForeignError, naming it; OSError.
+        Below the second level nothing is written that was there before, and nothing of ours opens what loggers keep
+        here (FOREIGN).  Raises: ForeignError, naming it; OSError.
         """
-        check_own_tree(self.path, levels=OWN_LEVELS)
+        check_own_tree(self.path, levels=OWN_LEVELS, unread=FOREIGN)
 
     def lock(self) -> None:
         """Own the directory until ``unlock`` or death. Raises RunExistsError naming the process that owns it."""

@@ -7,12 +7,12 @@ its section and type alone, never left out. Invariant: settings of the right typ
 from __future__ import annotations
 
 import ast
-import difflib
 import enum
 import functools
 import inspect
 import io
 import json
+import re
 import tokenize
 import types
 import typing
@@ -28,6 +28,7 @@ from transport.contracts.settings import (
     Settings,
 )
 from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
+from transport.process.words import closest, did_you_mean
 
 PASSWORD = "broker.password"
 FROM_ENVIRONMENT = {PASSWORD: BROKER_PASSWORD, "api.secret": SHARED_SECRET}
@@ -157,7 +158,8 @@ def nearest(word: str, known: Sequence[str]) -> str:
     def similar(keys: Sequence[str], *, cutoff: float) -> list[str]:
         leaves = {name: key for name, key in FIELD_WORDS.items() if key in keys}
         leaves |= {key.rpartition(".")[2]: key for key in reversed(keys)}
-        return [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=cutoff)]
+        found = closest(leaf, leaves, cutoff=cutoff)
+        return [leaves[found]] if found else []
 
     found = (
         [key for key in known if key == section]
@@ -165,7 +167,44 @@ def nearest(word: str, known: Sequence[str]) -> str:
         or similar([key for key in known if key.rpartition(".")[0] == section], cutoff=0.6)
         or similar(known, cutoff=0.7)
     )
-    return f" (did you mean {found[0]}?)" if found else ""
+    return did_you_mean(found[0] if found else "")
+
+
+def choices_of(kind: object) -> list[str]:
+    """The words that a setting of type ``kind`` may be; none where it may be any other text."""
+    match msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind:
+        case msgspec.inspect.Metadata(type=msgspec.inspect.StrType(pattern=str(pattern)), extra_json_schema=schema):
+            words = str((schema or {}).get("description", ""))
+            if any(re.search(pattern, word) for word in ("zqx", "12", "/zqx", "0-1")):
+                return []  # a pattern of any name, or any path
+            named = re.findall(r'"([^"]*)"', words) or re.split(r"[\s,]+", words)
+            return list(
+                dict.fromkeys(word for word in named if re.search(pattern, word) and word and "://" not in word)
+            )
+        case msgspec.inspect.Metadata(type=inner):
+            return choices_of(inner)
+        case msgspec.inspect.LiteralType(values=choices):
+            return [choice for choice in choices if isinstance(choice, str)]
+        case msgspec.inspect.EnumType(cls=choices):
+            return [str(choice.value) for choice in choices]
+        case msgspec.inspect.UnionType(types=kinds):
+            return [choice for one in kinds for choice in choices_of(one)]
+        case msgspec.inspect.ListType(item_type=item):
+            return choices_of(item)
+        case msgspec.inspect.DictType(key_type=key):
+            return choices_of(key)
+        case _:
+            return []
+
+
+def nearest_choice(kind: object, value: object) -> str:
+    """`` (did you mean gspo?)`` for the first word of ``value`` that is no choice of ``kind`` and near one."""
+    choices = choices_of(kind)
+    words: list[object] = [value]
+    if isinstance(value, list | dict):
+        words = [*typing.cast("Sequence[object]", value)]
+    unknown = [word for word in words if isinstance(word, str) and word and word not in choices]
+    return did_you_mean(closest(unknown[0], choices)) if unknown else ""
 
 
 def to_toml(value: object) -> str:

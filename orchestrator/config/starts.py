@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.config.load import Resolved
+from orchestrator.config.load import Resolved, presets_of
 from orchestrator.config.run_directory import RunDir
 from transport.contracts.settings import SERVER_ENGINES
 from transport.process.files import writing
@@ -50,7 +50,7 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """started: UTC, as ISO 8601.  preset: "" without one, and where a run was resumed with its own settings.
+    """started: UTC, as ISO 8601.  preset: "" without one.
     versions: of what is installed here; a server that runs elsewhere may have another.  gpus: those of this machine,
     where the run's processes were dealt out to them."""
 
@@ -63,10 +63,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 def note_start(rundir: RunDir, resolved: Resolved, gpus: Sequence[GpuUse] = ()) -> None:
     """Write down that the run is started here and now. Raises: DirectoryError."""
-    presets = [origin.partition(" ")[2] for origin in resolved.origins.values() if origin.startswith("preset ")]
     start = Start(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-        preset="".join(presets[:1]).partition(":")[0],
+        preset="".join(presets_of(resolved)[:1]),
         versions=versions(*PACKAGES, *({resolved.settings.generation.engine} & {*SERVER_ENGINES})),
         machine=machine(),
         gpus=list(gpus),

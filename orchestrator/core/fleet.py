@@ -36,6 +36,9 @@ from transport.contracts.messages import (
 )
 from transport.contracts.types import WeightIdentity, WorkerId, WorkerKind, is_evaluation
 
+REFUSED_S = 10.0
+"""Seconds from the last worker's refusal of weights to the end of the run; workers of one run join within seconds."""
+
 
 def load_newest(p: Pipeline) -> None:
     """Send every worker that is due to load the newest weights; after dispatch, which may keep it at its batch."""
@@ -66,16 +69,17 @@ def _serve(p: Pipeline, worker: Worker, weights: WeightIdentity) -> None:
     if p.fleet.behind(worker):
         p.fleet.loads_pending = True  # else no worker has become due to load: a thousand reports cost no look at all
     else:
-        worker.note_load()  # also of a load that was given up on and ended after all
+        worker.may_load_again()  # also after a load that was given up on and ended after all
     if worker.loading is not None and age(worker.loaded) >= age(worker.loading):
         worker.loading = None
-        worker.note_load()
+        worker.may_load_again()
         p.outbox.confirm(LoadKey(worker.worker_id))
 
 
 def weights_failed(p: Pipeline, event: WeightsFailed) -> None:
     worker = p.fleet.workers.get(event.worker_id)
     if worker is not None and worker.loading is not None and age(worker.loading) == age(event.weights):
+        worker.refused_s = p.now_s if event.permanent else None
         _give_up(p, worker, event.reason)
 
 
@@ -83,16 +87,35 @@ def expire_loads(p: Pipeline) -> None:
     """Give up loads without an answer, and end the pauses of workers that stand aside."""
     for worker in p.fleet.workers.values():
         if worker.loading is not None and worker.load_deadline_s <= p.now_s:
-            _give_up(p, worker, f"the worker did not answer within {p.settings.rollout_timeout_s:g} s")
+            worker.refused_s = None
+            _give_up(p, worker, f"no answer for {p.settings.rollout_timeout_s:g} s")
     p.fleet.end_pauses(p.now_s)
 
 
-def _give_up(p: Pipeline, worker: Worker, reason: str) -> None:
+def refused_everywhere(p: Pipeline) -> str:
+    """Why no worker will ever take the newest weights, while groups wait for one; "" where one may.
+
+    A worker that joins within REFUSED_S of the last refusal is waited for: it may be another kind of engine. A service
+    waits for weights that do fit.
+    """
+    if p.settings.service:
+        return ""
+    workers = [worker for worker in p.fleet.workers.values() if not worker.draining]
+    refused_s = [worker.refused_s for worker in workers if worker.refused_s is not None and not worker.healthy]
+    if not workers or len(refused_s) < len(workers) or p.now_s < max(refused_s) + REFUSED_S:
+        return ""
+    if not any(group.stage is Stage.PENDING for group in p.groups.values()):
+        return ""
+    names = ", ".join(worker.worker_id for worker in workers[:3]) + (", ..." if len(workers) > 3 else "")
+    return f"no generation worker can load weights {p.fleet.newest} ({names}): {workers[0].load_problem}"
+
+
+def _give_up(p: Pipeline, worker: Worker, problem: str) -> None:
     """The load failed. It is retried: a few times at once, then with growing pauses while the worker stands aside.
 
     Another worker may be next to load meanwhile.
     """
-    worker.note_failed_load(reason, p.now_s)
+    worker.load_failed(problem, p.now_s)
     p.fleet.loads_pending = True
     p.outbox.confirm(LoadKey(worker.worker_id))
 

@@ -225,6 +225,8 @@ class PipelineState:
         self._service.expire()
         training.expire_pacing(p)
         fleet.expire_loads(p)
+        if why := fleet.refused_everywhere(p):
+            training.finish_run(p, why, failed=True)
         self._evaluation.expire()
         fleet.keep_minimum(p)
         p.wait = current_wait(p)

@@ -46,7 +46,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """One generation worker. healthy: whether it can be expected to generate.
 
     aside_s: seconds for which it has stood aside, without groups, because its loads failed; None: it does not.
-    load_failures: in a row.  load_reason: why the last of them failed.
+    load_failures: in a row.  load_problem: why the last of them failed.
     """
 
     worker_id: WorkerId
@@ -58,7 +58,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool
     aside_s: float | None = None
     load_failures: int = 0
-    load_reason: str = ""
+    load_problem: str = ""
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +209,7 @@ def view(pipeline: Pipeline) -> PipelineView:
                 healthy=worker.healthy,
                 aside_s=round(p.now_s - worker.aside_s, 1) if worker.aside_s is not None else None,
                 load_failures=worker.load_failures,
-                load_reason=worker.load_reason,
+                load_problem=worker.load_problem,
             )
             for worker in p.fleet.workers.values()
         ),
@@ -509,7 +509,7 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
         return _wait(p, "weights", pinned, _names(worker.worker_id for worker in kept))
     loading = [worker for worker in healthy if worker.loading is not None] or healthy
     wait = _wait(p, "weights", f"weights {fleet.newest} to be loaded", _names(worker.worker_id for worker in loading))
-    return msgspec.structs.replace(wait, why=next((one.load_reason for one in loading if one.load_reason), ""))
+    return msgspec.structs.replace(wait, why=next((one.load_problem for one in loading if one.load_problem), ""))
 
 
 def _aside(p: Pipeline, workers: Sequence[Worker]) -> Wait:
@@ -518,7 +518,7 @@ def _aside(p: Pipeline, workers: Sequence[Worker]) -> Wait:
         return _wait(p, "generation", "a generation worker to join, since all leave", WorkerKind.GENERATE.value)
     names = _names(worker.worker_id for worker in workers)
     failed = f"weights {p.fleet.newest} to be loaded, which failed everywhere and is tried again"
-    why = next((worker.load_reason for worker in workers if worker.load_reason), "")
+    why = next((worker.load_problem for worker in workers if worker.load_problem), "")
     return msgspec.structs.replace(_wait(p, "weights", failed, names), why=why, retried=True)
 
 

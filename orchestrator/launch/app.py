@@ -45,11 +45,12 @@ from orchestrator.core.view import rows_reported
 from orchestrator.errors import ConfigError, ExitCode, Interrupted, RunFailedError
 from orchestrator.http import check_listening, open_listener
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
-from orchestrator.launch.checks import FIRST_ANSWER_S, check_cluster, check_inputs, prepare_model
+from orchestrator.launch.checks import FIRST_ANSWER_S, check_cluster, check_inputs, prepare_model, remarks
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.growth import STOP_GRACE_S, add_workers, report_loss, tell_pending
 from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
+from orchestrator.launch.ownership import check_name, current_claim, holding, note_start_id, take_name
 from orchestrator.launch.processes import Children, Fleet, environment_arguments, score_arguments, train_arguments
 from orchestrator.loop.decide import Decider, Trimmer, recover_state
 from orchestrator.loop.execute import Executor, Issued, Planner
@@ -75,6 +76,7 @@ from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
 from orchestrator.observability.http.status import PageHistory, StatusBoard, publish_status
 from orchestrator.observability.live import open_view
+from orchestrator.observability.loggers import check_loggers, logging_metrics
 from orchestrator.observability.metrics import MetricsLog
 from orchestrator.observability.samples import SAMPLES, ReadOwnPrompt, RecentSamples, SampleKeeper
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
@@ -92,7 +94,7 @@ from orchestrator.serving.http import BODY_LIMITS, ServiceApi, ServicePrompts
 from orchestrator.serving.service import REQUESTS, RequestStore, Service
 from ranker.protocol import ConstantPredictor
 from transport.broker import keys
-from transport.broker.base import Broker, Fence, without_password
+from transport.broker.base import Broker, Fence, RunClaim, without_password
 from transport.broker.redis_streams import connect
 from transport.contracts.messages import (
     Command,
@@ -136,7 +138,8 @@ def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: 
     stored = RunDir(run_dir).config
     settings = resolve(None, [], [f"broker.url={broker_url}"], environ, stored=stored).settings
     go_on = resume_command(run_dir, resolve(None, [], [], {}, stored=stored).settings)
-    return _run(_connected(settings, RunName(run), run_dir, model_dir, go_on=go_on))
+    claim = current_claim(RunDir(run_dir)) or note_start_id(RunDir(run_dir))[0]
+    return _run(_connected(settings, claim, RunName(run), run_dir, model_dir, go_on=go_on))
 
 
 def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None, grows: bool = False) -> int:
@@ -155,8 +158,10 @@ def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Pat
         print(said)
         return ExitCode.OK
     check_listening(settings.api)
-    check_inputs(settings)
+    problems = check_inputs(settings)
     configure_logs(process="orchestrator")
+    for remark in remarks(settings, problems):
+        log.warning(remark)
     return _run(_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir, grows=grows))
 
 
@@ -178,13 +183,37 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
     settings = resolved.settings
     name = RunName(settings.run.name)
     broker = await connect(settings.broker, name, outage_s=FIRST_ANSWER_S)
-    reopen = reopen or await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
-    await broker.close()  # it answers: worth a directory and a model
     rundir = RunDir(Path(settings.run.dir) / name)
-    rundir.claim(render(resolved), resume=resume)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(broker.close)
+        rundir.check_free(resume=resume)
+        await check_name(broker, rundir)  # it answers, and the name is ours: worth a directory and a model
+        await check_loggers(settings.run.loggers)
+        rundir.claim(render(resolved), resume=resume)
+        stack.callback(rundir.unlock)
+        claim = await take_name(broker, rundir)
+        reopen = reopen or await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
+        await stack.enter_async_context(holding(broker, claim))
+        return await _alone_with_name(
+            resolved, rundir, claim, resume=resume, reopen=reopen, model_dir=model_dir, grows=grows
+        )
+
+
+async def _alone_with_name(
+    resolved: Resolved,
+    rundir: RunDir,
+    claim: RunClaim,
+    *,
+    resume: bool,
+    reopen: bool,
+    model_dir: Path | None,
+    grows: bool,
+) -> bool:
+    settings, name = resolved.settings, RunName(resolved.settings.run.name)
     view = open_view(plain=True)
     try:
-        model_dir = model_dir or await prepare_model(settings.model.path, rundir.logs, view.note)
+        if model_dir is None:
+            model_dir = await prepare_model(settings.model.path, rundir.logs, view.note, settings=settings)
         view.note(f"run {name} in {rundir.path}; workers join with (on another host, with the streamrl-worker there)")
         for line in join_commands(settings):
             view.note(f"  {line}")
@@ -193,24 +222,34 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
             view.note(f"live page: once it is served, its link is what this prints first:\n  {look}")
         console, started_s = RunConsole(settings, rundir, view), time.monotonic()
         note_start(rundir, resolved)
-        with noting_end(rundir):
-            go_on = serve_command(rundir.path, settings)
-            serving = partial(
-                _connected, settings, name, rundir.path, model_dir, go_on=go_on, reopen=resume and reopen, alone=True
-            )
-            if not await (_growing(serving, settings, rundir, model_dir, resume=resume) if grows else serving()):
-                raise _interrupted()
+        async with logging_metrics(settings, rundir, view.note):
+            with noting_end(rundir):
+                go_on = serve_command(rundir.path, settings)
+                serving = partial(
+                    _connected,
+                    settings,
+                    claim,
+                    name,
+                    rundir.path,
+                    model_dir,
+                    go_on=go_on,
+                    reopen=resume and reopen,
+                    alone=True,
+                )
+                grown = _growing(serving, settings, claim, rundir, model_dir, resume=resume) if grows else serving()
+                if not await grown:
+                    raise _interrupted()
         console.write_report()
         view.note(console.summary(time.monotonic() - started_s))
         return True
     finally:
         sweep_stale(*segment_directories(rundir.path))  # of workers on this machine that were killed
-        rundir.unlock()
 
 
 async def _growing(
     serving: Callable[[], Coroutine[Any, Any, bool]],
     settings: Settings,
+    claim: RunClaim,
     rundir: RunDir,
     model_dir: Path,
     *,
@@ -228,10 +267,12 @@ async def _growing(
         url=url,
         env=secrets_env(password or settings.broker.password, settings.api.secret),
         is_local=launcher.is_local,
+        run_id=claim.run_id,
     )
     async with AsyncExitStack() as stack:
         broker = await connect(settings.broker, RunName(settings.run.name))
         stack.push_async_callback(broker.close)
+        await broker.join_run(claim.run_id)
         stack.push_async_callback(launcher.close)
         await launcher.open(resume=resume)
         stack.push_async_callback(children.stop, grace_s=STOP_GRACE_S)
@@ -267,6 +308,7 @@ def join_commands(settings: Settings) -> list[str]:
 
 async def _connected(
     settings: Settings,
+    claim: RunClaim,
     run: RunName,
     run_dir: Path,
     model_dir: Path,
@@ -277,6 +319,7 @@ async def _connected(
 ) -> bool:
     broker = await connect(settings.broker, run, url=settings.broker.url)
     try:
+        await broker.hold_run(claim)
         if reopen:
             await append_event(broker, RunResumed())
             none_yet = encode(SpawnWorkers(total=0, reason="the run was resumed"))
@@ -428,7 +471,10 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("decide", burying(decider.run(inbox), broker))
         run("reconcile", keep_reconciled(broker, inbox, reported, partial(reported, Stage.READY), restore))
         run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
-        run("status", publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit, gpus))
+        run(
+            "status",
+            publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit, gpus, rundir.path),
+        )
         run("watchdog", watchdog.watch(state))
         run("page history", history.watch())
         if service is None:

@@ -16,20 +16,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import structlog
 
 from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode
 from orchestrator.http import check_endpoint, check_listening
+from orchestrator.launch.ownership import check_name
 from orchestrator.launch.processes import Children, last_words
 from orchestrator.loop.ranking import open_ranker
-from orchestrator.prompts.dataset import Problem, load_problems
+from orchestrator.prompts.dataset import Problem, Problems, load_problems
 from orchestrator.prompts.source import trial_rows
 from ranker.protocol import RankerError
 from transport.broker.redis_streams import connect
 from transport.contracts.code_tasks import CODE_REWARD, read_task
 from transport.contracts.gym_tasks import REFUSED, refusal
 from transport.contracts.ledger import checkpoints_place
-from transport.contracts.settings import SERVER_ENGINES, DataSettings, Settings, data_parts, public
+from transport.contracts.settings import SERVER_ENGINES, DataSettings, Settings, data_parts, eval_sets, public
 from transport.contracts.types import RunName
 from transport.contracts.user_files import read_lengths
 from transport.errors import LengthFileError, ListenError, SecretError
@@ -39,37 +41,56 @@ from transport.tensors.base import Endpoint, is_loopback, parse_ports
 from transport.tensors.ucx import is_installed
 from transport.tensors.wire import ChannelServer
 
+log = structlog.get_logger(__name__)
+
 PREPARING_S = 60.0
 """Between two words on a preparation that goes on."""
+NOTE = "note: "
+"""Beginning of a remark, also in what a worker prints that prepares a model."""
+MAX_ANSWERS = 16_384
+"""Answers of one evaluation: one message of MAX_MESSAGE_BYTES names the prompts of all, 512 bytes each at most."""
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
 
-def check_inputs(settings: Settings) -> Sequence[Problem]:
+def check_inputs(settings: Settings, *, scored: bool = True) -> Problems:
     """Read the files that settings name once before anything starts: a mistake in them is answered at once.
 
+    scored: responses will be.
+
     A run without a trainer has neither data nor a ranker.
-    Returns: what would be trained on.
     Raises: DataError naming the file; ConfigError for a task whose answers may not be graded.
     """
     if settings.trainer.engine == "none":
-        return ()
-    loaded = None
+        return Problems(training=[], held_out=[])
+    loaded = Problems(training=[], held_out=[])
     refused = {
         name: refusal(data.task) for name, data in data_parts(settings.data).items() if _verifies(settings, data)
     }
     tasks = [data.task for data in data_parts(settings.data).values()]
     if not any(refused.values()) or not set(tasks) & set(REFUSED):  # a misspelt name is said first, none refused loaded
-        loaded = load_problems(settings)
+        loaded = load_problems(settings, scored=scored)
     for name, reason in refused.items():
         if reason:
             key = f"data.mix.{name}.task" if name else "data.task"
             raise ConfigError(f"{key}: {reason}", key="data.mix" if name else key)
-    problems = loaded.training if loaded else ()
-    if loaded and settings.scoring.reward == CODE_REWARD:
+    check_evaluation(settings, loaded.held_out)
+    if settings.scoring.reward == CODE_REWARD:
         check_code_tasks((*loaded.training, *loaded.held_out))
     check_ranker_files(settings)
-    return problems
+    return loaded
+
+
+def check_evaluation(settings: Settings, held_out: Iterable[Problem]) -> None:
+    """Raises DataError: an evaluation within the run asks for more answers than ``MAX_ANSWERS``."""
+    asked = eval_sets(settings)
+    answers = sum(asked[problem.eval_set].samples for problem in held_out)
+    if settings.eval.every and answers > MAX_ANSWERS:
+        raise DataError(
+            f"eval.every: one evaluation asks for {answers} answers (problems times samples of all sets), and a run "
+            f"takes {MAX_ANSWERS} at most: lower eval.problems or samples of [eval.sets], or set eval.every=0 and ask "
+            "all of them when the run is over (streamrl-worker evaluate)"
+        )
 
 
 def check_ranker_files(settings: Settings) -> None:
@@ -81,14 +102,21 @@ def check_ranker_files(settings: Settings) -> None:
             raise DataError(str(error)) from error
 
 
-def remarks(settings: Settings, problems: Iterable[Problem]) -> list[str]:
+def remarks(settings: Settings, problems: Problems) -> list[str]:
     """What is allowed, and hardly meant, a sentence each."""
     said: list[str] = []
     warmup, batches = settings.trainer.warmup_batches, settings.run.batches
     if warmup >= batches and settings.trainer.engine != "none":
         rate = "the rate never comes to trainer.lr"
         said.append(f"trainer.warmup_batches = {warmup} is not below run.batches = {batches}: {rate}")
-    counts = Counter(problem.part for problem in problems)
+    if problems.also_held_out:
+        one = problems.also_held_out == 1
+        rows = "1 row asks" if one else f"{problems.also_held_out} rows ask"
+        said.append(f"{rows} what a held-out row asks, and {'stays' if one else 'stay'} out of training")
+    if problems.repeated:
+        rows = "1 row repeats" if problems.repeated == 1 else f"{problems.repeated} rows repeat"
+        said.append(f"{rows} the prompt of another row of the training data")
+    counts = Counter(problem.part for problem in problems.training)
     shares = {name: part.weight for name, part in settings.data.mix.items()} or {"": 1.0}
     for name, weight in shares.items():
         wanted = weight / sum(shares.values()) * settings.pipeline.groups_per_batch
@@ -183,7 +211,10 @@ async def check_places(settings: Settings) -> None:
         await asyncio.to_thread(prepare, place)
     if settings.broker.url:
         broker = await connect(settings.broker, RunName(settings.run.name), outage_s=FIRST_ANSWER_S)
-        await broker.close()
+        try:
+            await check_name(broker, RunDir(Path(settings.run.dir) / settings.run.name))
+        finally:
+            await broker.close()
 
 
 async def _connect_to(url: str) -> None:
@@ -211,29 +242,32 @@ def check_workers_inputs(settings: Settings) -> None:
             raise DataError(f"generation.lengths: {error}") from error
 
 
-async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None:
+async def check_workers(settings: Settings, problems: Sequence[Problem]) -> list[str]:
     """Have a worker process look for what would end the workers of this host, where settings name anything of the kind.
 
-    problems: the reward is tried on the first of them.  Raises: ConfigError, ChildFailedError.
+    problems: the reward is tried on the first of them.
+    Returns: remarks on what it found, a sentence each.  Raises: ConfigError, ChildFailedError.
     """
     scoring, generation = settings.scoring, settings.generation
     here = settings.launcher.kind == "local"
     devices = (settings.trainer.device, generation.device) if here else ()
     own = settings.own_functions("advantage") or settings.own_functions("loss")
-    models = scoring.reward_model or settings.algorithm.teacher
+    critic = settings.critic.model if settings.has_critic else ""
+    adapters = settings.trainer.engine == "torch" and settings.trainer.lora.rank
+    models = scoring.reward_model or settings.algorithm.teacher or critic or adapters
     foreign = scoring.reward or models or own or settings.environments or generation.engine in SERVER_ENGINES
     if not (foreign or any(name.startswith("cuda") for name in devices)):
-        return
+        return []
     asked = [public(settings), trial_rows(problems, scoring)]
     process = await asyncio.create_subprocess_exec(
         *python_module("workers", "check"),
         stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         preexec_fn=ending_with_this_process(),
     )
     try:
-        _, said = await process.communicate(b"\n".join(map(msgspec.json.encode, asked)))
+        found, said = await process.communicate(b"\n".join(map(msgspec.json.encode, asked)))
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -242,19 +276,23 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
         if process.returncode == ExitCode.BAD_CONFIG:
             raise ConfigError(words)
         raise ChildFailedError("check", process.returncode, words)
+    return found.decode(errors="replace").splitlines()
 
 
-async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:
+async def prepare_model(
+    path: str, logs: Path, note: Callable[[str], None], *, settings: Settings | None = None
+) -> Path:
     """Have a worker turn ``model.path`` into a local Hugging Face directory (torch stays out of this process).
 
-    note: reports what is prepared, and that it still is.  Raises ConfigError for a model that cannot be used, else
+    note: reports what is prepared, that it still is, and remarks on it.  settings: of the run that the model is for,
+    which may refuse to train it; None: it is not trained.  Raises ConfigError for a model that cannot be used, else
     ChildFailedError with its last words, see ``logs``.
     """
     note(f"model {path}")
     log_path = logs / "prepare.log"
     with log_path.open("ab") as words:
         process = await asyncio.create_subprocess_exec(
-            *python_module("workers", "prepare", "--model", path),
+            *python_module("workers", "prepare", "--model", path, *(_use(settings) if settings else ())),
             stdout=asyncio.subprocess.PIPE,
             stderr=words,
             preexec_fn=ending_with_this_process(),
@@ -276,4 +314,17 @@ async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> P
         if process.returncode == ExitCode.BAD_CONFIG:
             raise ConfigError(said_last, key="model.path", where="model.path")
         raise ChildFailedError("prepare", -1 if process.returncode is None else process.returncode, said_last)
-    return Path(output.decode().strip().splitlines()[-1])
+    *said_before, directory = output.decode().strip().splitlines()
+    for line in said_before:
+        if line.startswith(NOTE):
+            note(line)
+            log.warning("a remark on the model", remark=line.removeprefix(NOTE))
+    return Path(directory)
+
+
+def _use(settings: Settings) -> list[str]:
+    """What a run will do with its model, as options of ``streamrl-worker prepare``."""
+    if settings.trainer.engine != "torch":
+        return []
+    served = ["--served"] if settings.generation.engine in SERVER_ENGINES else []
+    return ["--trains", "--max-context", str(settings.generation.max_context), *served]

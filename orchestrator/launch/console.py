@@ -136,7 +136,7 @@ class RunConsole:
 
     def write_report(self) -> None:
         """Leave a report, a trace, and the idle seconds in the metrics. A run that ends well must not fail of this."""
-        if not self._rundir.journal.is_dir():
+        if not self._rundir.has_journal():
             return  # it ended before anything happened
         try:
             finish_run(self._rundir, self._view.note)

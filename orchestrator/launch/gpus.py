@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -236,4 +236,4 @@ def with_numbers(resolved: Resolved, placed: PlacedGpus | None) -> Resolved:
     for key in ("trainer.ranks", "generation.workers"):
         if value_of(resolved.settings, key) != value_of(placed.settings, key):
             origins[key] = f"{origins[key]}; auto, on {len(placed.present)} GPUs"
-    return Resolved(settings=placed.settings, origins=origins)
+    return replace(resolved, settings=placed.settings, origins=origins)

@@ -77,7 +77,7 @@ class Fleet:
 
     url: of the broker, without its password.  env: what no command line may show.  gpus: of this machine, None where
     there are none, or an engine deals them out.  is_local: whether workers run on this machine.  worker_url: of the
-    broker, as they reach it; "" as ``url``.
+    broker, as they reach it; "" as ``url``.  run_id: which run the workers are of.
     """
 
     settings: Settings
@@ -88,6 +88,7 @@ class Fleet:
     gpus: PlacedGpus | None = None
     is_local: bool = True
     worker_url: str = ""
+    run_id: str = ""
 
     def workers(self) -> list[ProcessSpec]:
         """Those that a run begins with. Ranks of a trainer that an engine starts are one of them."""
@@ -112,6 +113,7 @@ class Fleet:
         files = {"--tls-ca": broker.tls_ca, "--tls-cert": broker.tls_cert, "--tls-key": broker.tls_key}
         reach = [text for option, path in files.items() if path for text in (option, path)]
         reach += ["--outage-s", str(broker.outage_s)]
+        reach += ["--run-id", self.run_id] if self.run_id else []
         common = self._common(self.worker_url or self.url, kind)
         argv = python_module("workers", kind.value, *number, *common, *reach)
         argv += self._local_arguments(kind, index) + (self.gpus.arguments(kind, index) if self.gpus else [])

@@ -22,6 +22,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,27 @@ from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
 from orchestrator.launch.growth import REPORT_S, STOP_GRACE_S, add_workers, report_loss, tell_pending
 from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
+from orchestrator.launch.ownership import holding, take_name
 from orchestrator.launch.processes import Children, Fleet, Liveness, Restarts, names_of, workers_of
 from orchestrator.loop.intake import append_event
 from orchestrator.observability.live import View, open_view
-from orchestrator.observability.loggers import check_installed, logging_metrics
+from orchestrator.observability.loggers import check_loggers, logging_metrics
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
 from transport.broker import keys
-from transport.broker.base import Broker, without_password
+from transport.broker.base import Broker, RunClaim, without_password
 from transport.broker.embedded import EmbeddedServer
 from transport.broker.redis_streams import connect
 from transport.contracts.messages import RunResumed, SpawnWorkers, encode
 from transport.contracts.settings import Settings, public
 from transport.contracts.types import RunName, WorkerKind
-from transport.errors import BrokerUnavailableError, DirectoryError, StreamError, TransientError, first_error
+from transport.errors import (
+    FENCED,
+    BrokerUnavailableError,
+    DirectoryError,
+    StreamError,
+    TransientError,
+    first_error,
+)
 from transport.process.clock import MonotonicClock
 from transport.process.programs import (
     configure_logs,
@@ -82,6 +91,8 @@ from transport.tensors.shm import segment_directories, sweep_stale
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
+FORGET_S = 30.0
+"""Limit of freeing a name on a broker of the user's own."""
 LAST_EVENTS_S = 30.0
 """After the trainer's end, how long the orchestrator may take to read of it."""
 STOPPED_BY = {
@@ -115,7 +126,6 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     settings = resolved.settings
     rundir = RunDir(_run_dir(settings))
     rundir.check_free(resume=resume)
-    check_installed(settings.run.loggers)
     await check_places(settings)
     check_cluster(settings)
     gpus = place_gpus(settings)
@@ -123,21 +133,21 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     settings = resolved.settings
     check_workers_inputs(settings)
     problems = check_inputs(settings)
-    await check_workers(settings, () if resume else problems)
+    await check_loggers(settings.run.loggers)
+    doubts = await check_workers(settings, () if resume else problems.training)
     rundir.claim(render(resolved), resume=resume)
     view = open_view(plain=plain)
     log_file = (rundir.logs / "supervisor.log").open("a", encoding="utf-8", buffering=1)
     try:
         configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
         note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
-        for remark in remarks(settings, problems):
+        for remark in (*resolved.forgotten, *remarks(settings, problems), *doubts):
             view.note(f"note: {remark}")
         supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
         try:
             await supervisor.run()
         except StreamError as error:
-            mistake = exit_code(error) == ExitCode.BAD_CONFIG and not rundir.metrics.exists()
-            if not resume and not isinstance(error, Interrupted) and (mistake or not supervisor.started):
+            if supervisor.leaves_nothing(error):
                 rundir.discard()  # nothing was trained here: the corrected command may use the name again
             raise
     finally:
@@ -180,7 +190,7 @@ class Supervisor:
         async with AsyncExitStack() as stack:
             stack.callback(self._console.write_report)  # last of all, however the run ends: it says how
             stack.enter_context(noting_end(self._rundir))
-            await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
+            await stack.enter_async_context(logging_metrics(self._settings, self._rundir, self._view.note))
             if self._settings.trainer.engine != "none":
                 run, groups = self._settings.run, self._settings.pipeline
                 size = f"{run.batches} batches of {groups.groups_per_batch} groups of {groups.group_size}"
@@ -188,16 +198,16 @@ class Supervisor:
                 self._view.note(f"run {run.name} in {shown(self._rundir.path)}: {size}, dispatch {dispatch}")
             for line in self._gpus.lines(workers_of(self._settings)) if self._gpus else ():
                 self._view.note(line)
+            own = self._settings.broker.url  # the name on it is claimed before anything begins
+            broker, claim, url, password = await self._claim_name(stack) if own else (None, None, "", "")
             stack.push_async_callback(self._launcher.close)
             await self._until_stopped(self._launcher.open(resume=self._resume))
-            preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
-            model_dir = await self._until_stopped(preparing)
-            url, password = await self._open_broker(stack)
-            name, outage_s = RunName(self._settings.run.name), self._settings.broker.outage_s
-            broker = await connect(
-                self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S, bear_s=outage_s
+            preparing = prepare_model(
+                self._settings.model.path, self._rundir.logs, self._view.note, settings=self._settings
             )
-            stack.push_async_callback(broker.close)
+            model_dir = await self._until_stopped(preparing)
+            if broker is None or claim is None:
+                broker, claim, url, password = await self._claim_name(stack)
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
             stack.push_async_callback(self._announce_stop, broker)
             if self._resume and any(self._rundir.journal.glob("snapshot-*")):  # its orchestrator ever began
@@ -213,9 +223,44 @@ class Supervisor:
                 gpus=self._gpus,
                 is_local=self._launcher.is_local,
                 worker_url=self._server.network_url if self._server else "",
+                run_id=claim.run_id,
             )
             await self._until_stopped(self._supervise(broker, fleet))
         self._view.note(self._console.summary(time.monotonic() - started_s))
+
+    async def _claim_name(self, stack: AsyncExitStack) -> tuple[Broker, RunClaim, str, str]:
+        """Connect to the broker and claim the run's name there. Returns also its URL, and its password.
+
+        Raises: RunExistsError: the name is another run's.
+        """
+        url, password = await self._open_broker(stack)
+        name = RunName(self._settings.run.name)
+        outage_s = self._settings.broker.outage_s
+        broker = await connect(
+            self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S, bear_s=outage_s
+        )
+        stack.push_async_callback(broker.close)
+        taking = take_name(broker, self._rundir, exclusive=self._server is not None)
+        claim = await self._until_stopped(taking)
+        stack.push_async_exit(partial(self._free_name, broker))
+        await stack.enter_async_context(holding(broker, claim))
+        return broker, claim, url, password
+
+    async def _free_name(self, broker: Broker, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave nothing on a broker of the user's own of a run that leaves nothing in its directory."""
+        if self._server is None and isinstance(error, StreamError) and self.leaves_nothing(error):
+            try:
+                async with asyncio.timeout(FORGET_S):
+                    await broker.forget_run()
+            except (StreamError, TimeoutError) as problem:
+                self._view.note(
+                    f"the broker keeps the name {self._settings.run.name} ({problem}): choose another --name"
+                )
+
+    def leaves_nothing(self, error: StreamError) -> bool:
+        """Whether the run that ``error`` ended never began, so that its name is free again."""
+        mistake = exit_code(error) == ExitCode.BAD_CONFIG and not self._rundir.metrics.exists()
+        return not self._resume and not isinstance(error, Interrupted) and (mistake or not self.started)
 
     def _stop(self, number: signal.Signals) -> None:
         if number is signal.SIGHUP:
@@ -395,6 +440,8 @@ class Supervisor:
             ):  # a user's function failed
                 words = f"{self._children.last_words(error.name)}. Once that is mended, {self._go_on}"
                 return ChildFailedError(error.name, error.code, words)
+            case ChildFailedError(code=ExitCode.FATAL) if FENCED in (said := self._children.last_words(error.name)):
+                return ChildFailedError(error.name, error.code, f"{said}. Everything is kept; {self._go_on}")
             case _:
                 return error
 

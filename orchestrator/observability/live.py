@@ -262,7 +262,7 @@ def aside_lines(status: Mapping[str, Any]) -> list[str]:
     """Generation workers that stand aside, a line each: for how long, and why."""
     return [
         f"{worker['worker_id']} stands aside since {duration(worker['aside_s'])}: it cannot load "
-        f"{_newest(status)} ({worker['load_reason']}); it is asked again"
+        f"{_newest(status)} ({worker['load_problem']}); it is asked again"
         for worker in status.get("generation", ())
         if worker.get("aside_s") is not None
     ]

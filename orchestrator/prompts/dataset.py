@@ -8,13 +8,15 @@ A prompt is text, or a conversation: a list of ``{"role", "content"}`` that ends
 
 Several of them are one run's data with ``[data.mix]``: which of them gives the next prompt is source.py's.
 
-Invariant: no question is trained on and held out, and the same settings and data give the same problems in the same
-order.
+Invariant: no question is trained on and held out, also not with other white space; the same settings and data give the
+same problems in the same order; an answer that our verifier cannot compare is refused with its row.
 """
 
 from __future__ import annotations
 
+import glob
 import math
+import os
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +24,13 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from orchestrator.config.schema import nearest
 from orchestrator.errors import DataError
+from transport.contracts.chat_template import ROLES
 from transport.contracts.collection import CollectedPrompt
 from transport.contracts.settings import DataSettings, EvalSet, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId
@@ -77,35 +80,66 @@ class Problem:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problems:
     """held_out: each once, set after set; ``eval.problems`` of a set that names no number, where its data has as many.
-    The same for every ``run.seed``."""
+    The same for every ``run.seed``.
+
+    also_held_out: rows of files that are not trained on, since another row that is held out asks the same.
+    repeated: rows of files that ask what an earlier one asks; they are trained on.
+    """
 
     training: list[Problem]
     held_out: list[Problem]
+    also_held_out: int = 0
+    repeated: int = 0
 
 
-def load_problems(settings: Settings) -> Problems:
-    """Read or make the data and hold a part of it out. Raises DataError naming the file and the row."""
+def load_problems(settings: Settings, *, scored: bool = True) -> Problems:
+    """Read or make the data and hold a part of it out. Raises DataError naming the file and the row.
+
+    scored: responses will be, so that rows need answers.
+    """
     parts = data_parts(settings.data)
-    training = [problem for name in parts for problem in _of_part(settings, name, parts[name])]
+    compared = scored and not (settings.scoring.reward or settings.scoring.reward_model or settings.environments)
+    training = [problem for name in parts for problem in _of_part(settings, name, parts[name], compared=compared)]
     held_out: list[Problem] = []
     for name, asked in eval_sets(settings).items():
-        held_out += _held_out(settings, name, asked, training)
-    questions = {problem.question for problem in held_out}
-    remaining = [problem for problem in training if problem.question not in questions]
+        held_out += _held_out(settings, name, asked, training, compared=compared)
+    questions = {_asked(problem) for problem in held_out}
+    remaining = [problem for problem in training if _asked(problem) not in questions]
     for name in {name: None for name in parts} if remaining else [""]:
         if not any(problem.part == name for problem in remaining):
             where = f"data.mix.{name}" if name else settings.data.path or settings.data.task
             empty = not any(problem.part == name for problem in training)
             reason = "it is empty" if empty else "every problem is held out; lower eval.problems"
             raise DataError(f"{where} has no problems to train on: {reason}")
-    return Problems(training=remaining, held_out=held_out)
+    if all(data.source == "reasoning_gym" for data in parts.values()):  # it makes the same question again and again
+        return Problems(training=remaining, held_out=held_out)
+    held_rows = {problem.prompt_id.removeprefix(f"{problem.eval_set}:") for problem in held_out}
+    kept = {problem.prompt_id for problem in remaining}
+    return Problems(
+        training=remaining,
+        held_out=held_out,
+        also_held_out=sum(one.prompt_id not in kept and one.prompt_id not in held_rows for one in training),
+        repeated=len(remaining) - len({_asked(problem) for problem in remaining}),
+    )
 
 
-def _of_part(settings: Settings, name: str, data: DataSettings) -> list[Problem]:
-    """The problems of one part, those of its difficulty alone. name: "" where there is only one part."""
+def _asked(problem: Problem) -> str:
+    """The question without what white space adds to it."""
+    return " ".join(problem.question.split())
+
+
+def _of_part(settings: Settings, name: str, data: DataSettings, *, compared: bool) -> list[Problem]:
+    """The problems of one part, those of its difficulty alone. name: "" where there is only one part.
+
+    compared: our own verifier compares responses with the answers of rows.
+    """
     made = data.source == "reasoning_gym"
     section = f"data.mix.{name}" if name else "data"
-    rows = _made(data, data.size or REASONING_GYM_SIZE, settings.run.seed) if made else _read(data, section)
+    rows = (
+        _made(data, data.size or REASONING_GYM_SIZE, settings.run.seed)
+        if made
+        else _read(data, section, compared=compared)
+    )
     if not name:
         return list(rows)
     problems = [_as_part(one, name) for one in rows]
@@ -162,7 +196,9 @@ def read_rewards(path: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def _held_out(settings: Settings, name: str, asked: EvalSet, training: Sequence[Problem]) -> list[Problem]:
+def _held_out(
+    settings: Settings, name: str, asked: EvalSet, training: Sequence[Problem], *, compared: bool
+) -> list[Problem]:
     """The problems of one set. name: "" where there is only one.
 
     Raises DataError, also where a set is to have more than there are.
@@ -173,7 +209,7 @@ def _held_out(settings: Settings, name: str, asked: EvalSet, training: Sequence[
         choice = _held_out_of_task(settings, asked, repeat=not name)
         most, of = len(choice), f"the task makes {len(choice)} that may be held out"
     elif asked.path:
-        choice = list(_read(_of_eval(settings, asked), section=key))
+        choice = list(_read(_of_eval(settings, asked), key, compared=compared))
         most, of = len(choice), f"{asked.path} has {len(choice)}"
     else:
         choice, most = training, len(training) // HELD_OUT_SHARE
@@ -247,20 +283,16 @@ def _reasoning_gym(data: DataSettings, size: int, seed: int) -> Iterable[Mapping
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _read(data: DataSettings, section: str = "data") -> Iterator[Problem]:
+def _read(data: DataSettings, section: str = "data", *, compared: bool = False) -> Iterator[Problem]:
     """Problems of a file or data set, up to ``data.size`` of them. section: of the settings that name it.
 
-    Raises DataError, also when there is none.
+    compared: our verifier compares with their answers.  Raises DataError, also when there is none.
     """
-    path = _file(data.path)
-    name = path.name
-    if data.source == "hf":  # two splits of one data set may be read
-        name = "/".join(filter(None, (name, data.config, data.split)))
     count = 0
-    for number, row in _jsonl_rows(path) if data.source == "jsonl" else _hf_rows(data, section):
+    for name, place, number, row in _rows(data, section):
         if data.size and count >= data.size:
             return
-        where = f"{data.path}, row {number}"
+        where = f"{place}, row {number}"
         prompt_column = data.prompt_column
         if prompt_column == DataSettings().prompt_column and prompt_column not in row and MESSAGES in row:
             prompt_column = MESSAGES
@@ -270,6 +302,8 @@ def _read(data: DataSettings, section: str = "data") -> Iterator[Problem]:
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: column {prompt_column!r} must be text that is not empty, or a list of messages")
         answer = _column(row, data.answer_column, "data.answer_column", where) if data.answer_column else None
+        if compared and data.answer_column:
+            _check_answer(answer, data.answer_column, where)
         if data.response_column and section == "data":
             response = _column(row, data.response_column, "data.response_column", where)
             if not isinstance(response, str) or not response:
@@ -281,6 +315,60 @@ def _read(data: DataSettings, section: str = "data") -> Iterator[Problem]:
         raise DataError(f"{data.path} is empty: it has no rows")
 
 
+def _rows(data: DataSettings, section: str) -> Iterator[tuple[str, str, int, dict[str, Any]]]:
+    """(name of the file or data set in ids, as a person reads it, number, row)."""
+    paths = _files(data, section)
+    if data.source == "hf":  # two splits of one data set may be read
+        name = "/".join(filter(None, (paths[0].name, data.config, data.split)))
+        yield from ((name, data.path, number, row) for number, row in _hf_rows(data, section, paths))
+        return
+    above = Path(os.path.commonpath([path.parent for path in paths]))
+    for path in paths:
+        one = len(paths) == 1
+        name, place = (path.name, data.path) if one else (path.relative_to(above).as_posix(), str(path))
+        yield from ((name, place, number, row) for number, row in _jsonl_rows(path))
+
+
+MAX_ANSWER_CHARACTERS = 1_000_000
+"""Length of an answer that is compared: a longer one is a mistake, and stands in every message of its samples."""
+
+
+LIKELY_ANSWERS = ("ground_truth", "answer", "value", "label", "solution", "target", "text")
+"""Keys that hold the answer in an object of other trainers' data sets."""
+
+
+def _check_answer(answer: object, column: str, where: str) -> None:
+    """Raises DataError for an answer that our verifier cannot compare, with what to write."""
+    remedy = "name another column, leave the row out, or score with a reward of yours (scoring.reward)"
+    match answer:
+        case dict():
+            keys = [str(key) for key in cast("dict[object, object]", answer)]
+            likely = next((key for key in LIKELY_ANSWERS if key in keys), keys[0] if keys else "")
+            within = f'set data.answer_column = "{column}.{likely}", or the key that holds it' if likely else remedy
+            named = ", ".join(map(repr, keys[:6])) or "none"
+            raise DataError(f"{where}: the answer in column {column!r} is an object with the keys {named}: {within}")
+        case list():
+            spellings = cast("list[object]", answer)
+            if not spellings or not all(isinstance(one, str | int | float) and str(one).strip() for one in spellings):
+                raise DataError(
+                    f"{where}: the answer in column {column!r} is a list, and not one of texts or numbers that are all "
+                    f"right: {remedy}"
+                )
+        case None:
+            raise DataError(f"{where}: column {column!r} has no answer (null): {remedy}")
+        case float() if not math.isfinite(answer):
+            raise DataError(f"{where}: the answer in column {column!r} is {answer}, which no response equals: {remedy}")
+        case str() if not answer.rsplit("####", 1)[-1].strip():
+            raise DataError(f"{where}: the answer in column {column!r} is empty: {remedy}")
+        case str() if len(answer) > MAX_ANSWER_CHARACTERS:
+            raise DataError(
+                f"{where}: the answer in column {column!r} has {len(answer)} characters, and one that is compared may "
+                f"have {MAX_ANSWER_CHARACTERS}: {remedy}"
+            )
+        case _:
+            pass
+
+
 def _conversation(column: list[object], name: str, data: DataSettings, where: str) -> tuple[ChatMessage, ...]:
     """Raises DataError for what is none, or has the answer in it, or where no template is to be used."""
     try:
@@ -289,6 +377,11 @@ def _conversation(column: list[object], name: str, data: DataSettings, where: st
         raise DataError(
             f'{where}: column {name!r} is no list of messages {{"role": ..., "content": text}}: {error}'
         ) from error
+    if other := next((one.role for one in messages if one.role not in ROLES), None):
+        raise DataError(
+            f"{where}: column {name!r} has a message of the role {other!r}, which no chat template knows"
+            f"{nearest(other, ROLES)}; roles are {', '.join(ROLES)}"
+        )
     if messages and messages[-1].role == "assistant":
         raise DataError(
             f"{where}: the messages in column {name!r} end with the assistant's, which the model is to "
@@ -299,16 +392,40 @@ def _conversation(column: list[object], name: str, data: DataSettings, where: st
     return messages
 
 
-def _file(path: str) -> Path:
-    """``preset:<name>`` is a file beside the presets, which an installed package has, too."""
-    scheme, _, name = path.partition(":")
-    return Path(str(files("orchestrator.config.presets") / name)) if scheme == "preset" else Path(path)
+def _files(data: DataSettings, section: str) -> list[Path]:
+    """The files of ``data.path``: one, those that a glob matches, or the lines of JSON in a directory; sorted.
+
+    ``preset:<name>`` is a file beside the presets, which an installed package has, too. A name that is no file here may
+    be a data set of a hub. Raises DataError where a glob or a directory has none.
+    """
+    scheme, _, name = data.path.partition(":")
+    if scheme == "preset":
+        return [Path(str(files("orchestrator.config.presets") / name))]
+    path = Path(data.path).expanduser()
+    found = [path]
+    if not path.exists() and glob.has_magic(data.path):
+        found = [Path(one) for one in sorted(glob.glob(str(path), recursive=True)) if Path(one).is_file()]
+    elif path.is_dir() and data.source == "jsonl":
+        found = sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")])
+    if not found:
+        raise DataError(f"{section}.path: {data.path} names no file")
+    return found
 
 
 def _column(row: Mapping[str, Any], column: str, setting: str, where: str) -> Any:
-    if column not in row:
-        raise DataError(f"{where}: no column {column!r}; it has {', '.join(map(repr, row))}. Set {setting}")
-    return row[column]
+    """What a row has in ``column``: a name, or names with dots between them, of objects within objects."""
+    if column in row:
+        return row[column]
+    found: object = row
+    for name in column.split("."):
+        if isinstance(found, list) and name.isdigit() and int(name) < len(cast("list[object]", found)):
+            found = cast("list[object]", found)[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = cast("dict[str, object]", found)[name]
+        else:
+            inside = f"; {name!r} is not in it" if "." in column else ""
+            raise DataError(f"{where}: no column {column!r}{inside}; it has {', '.join(map(repr, row))}. Set {setting}")
+    return found
 
 
 def _problem(
@@ -341,7 +458,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{error}{other if error.where == f'{path}:1' else ''}") from error
 
 
-def _hf_rows(data: DataSettings, section: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _hf_rows(data: DataSettings, section: str, paths: Sequence[Path]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number from 0, row) of a data set of the ``datasets`` library."""
     try:
         import datasets  # here: the extra ``hf``, which files and reasoning_gym do not need
@@ -351,7 +468,7 @@ def _hf_rows(data: DataSettings, section: str) -> Iterator[tuple[int, dict[str, 
         raise DataError(f'data.source "hf" needs the datasets library: {how}') from error
     datasets.disable_progress_bars()
     try:
-        rows = _hf_split(datasets, data, section)
+        rows = _hf_split(datasets, data, section, paths)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = " ".join(str(error).split("\nExample")[0].split()) or repr(error)  # it lists what there is
         wrong = next((name for name in ("config", "split") if f"{name} " in reason.lower()), "")
@@ -360,9 +477,9 @@ def _hf_rows(data: DataSettings, section: str) -> Iterator[tuple[int, dict[str, 
     yield from enumerate(dict(row) for row in rows)
 
 
-def _hf_split(datasets: Any, data: DataSettings, section: str) -> Iterable[Mapping[str, Any]]:
+def _hf_split(datasets: Any, data: DataSettings, section: str, paths: Sequence[Path]) -> Iterable[Mapping[str, Any]]:
     """``data.split`` of a saved directory, of files, or of a hub name."""
-    path = Path(data.path).expanduser()
+    path = paths[0]
     if path.exists() and data.revision:
         raise DataError(f"data.revision is of a data set on the hub; {path} is on this machine: leave it out")
     if data.config and (path.is_file() or (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
@@ -378,6 +495,6 @@ def _hf_split(datasets: Any, data: DataSettings, section: str) -> Iterable[Mappi
         return loaded[data.split]
     if path.is_file():
         kind = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix, "json")
-        return datasets.load_dataset(kind, data_files=str(path), split="train")
+        return datasets.load_dataset(kind, data_files=[str(one) for one in paths], split="train")
     where = str(path) if path.is_dir() else data.path
     return datasets.load_dataset(where, data.config or None, split=data.split, revision=data.revision or None)

@@ -21,17 +21,21 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from orchestrator.errors import DataError
 from orchestrator.prompts.dataset import ChatMessage, Problem, load_problems
 from transport.contracts import tokenizer
+from transport.contracts.chat_template import ChatTemplate, TemplateError
 from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
 from transport.contracts.settings import DEFAULT_CONTEXT, DataSettings, ScoringSettings, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId, SamplingParams
 from transport.errors import InputFileError
 from transport.process.files import replace
+
+log = structlog.get_logger(__name__)
 
 TEMPLATE_TOKENS = 16
 """Special tokens that a tokenizer may add to a text; beside them, a token is at least one byte of it."""
@@ -80,12 +84,15 @@ class PromptSource(Protocol):
         """Hear how a prompt's slot ended."""
 
 
-def open_source(settings: Settings, model_dir: Path) -> ShuffledSource | MixedSource:
-    """The training prompts. model_dir: Hugging Face directory of the model. Raises DataError."""
+def open_source(settings: Settings, model_dir: Path, *, scored: bool = True) -> ShuffledSource | MixedSource:
+    """The training prompts. model_dir: Hugging Face directory of the model.  scored: responses will be.
+
+    Raises DataError.
+    """
     data = settings.data
     encoder = PromptEncoder(load_tokenizer(model_dir), data, opening_alone=settings.endpoint.enabled)
     limit = context_limit(settings, model_dir)
-    problems = load_problems(settings).training
+    problems = load_problems(settings, scored=scored).training
     parts: dict[str, ShuffledSource] = {}
     for name in data_parts(data):
         of_part = [problem for problem in problems if problem.part == name]
@@ -175,6 +182,8 @@ class ShuffledSource:
         self._passes = passes if problems else 1
         self._by_id = {problem.prompt_id: problem for problem in problems}
         self._fingerprint = _fingerprint(problems, seed=seed, shuffle=shuffle)
+        self._made: tuple[Problem, Prompt] | None = None
+        """The newest prompt: a problem of an evaluation of several samples comes as often in a row."""
         self._go_to(0, 0)
 
     def __len__(self) -> int:
@@ -222,15 +231,17 @@ class ShuffledSource:
         """Every prompt comes as often as any other, however it went."""
 
     def _prompt(self, problem: Problem) -> Prompt:
-        text = self._encoder.render(problem.question, problem.messages)
-        ids = self._encoder.encode(text)
-        return Prompt(
-            prompt_id=problem.prompt_id,
-            text=text,
-            prompt_ids=ids,
-            entry_json=problem.entry_json,
-            eval_set=problem.eval_set,
-        )
+        if self._made is None or self._made[0] is not problem:
+            text = self._encoder.render(problem.question, problem.messages)
+            prompt = Prompt(
+                prompt_id=problem.prompt_id,
+                text=text,
+                prompt_ids=self._encoder.encode(text),
+                entry_json=problem.entry_json,
+                eval_set=problem.eval_set,
+            )
+            self._made = problem, prompt
+        return self._made[1]
 
     def _go_to(self, number: int, index: int) -> None:
         """The order of a pass is its own seeded stream, so that it needs no pass before it."""
@@ -327,35 +338,45 @@ def _fingerprint(problems: Sequence[Problem], **order: object) -> str:
 class ModelTokenizer:
     """The model's tokenizer and chat template. May be used from several threads."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        """arguments: chat_template_kwargs. Raises DataError: the template reads no such argument."""
         self._tokenizer = tokenizer
+        try:
+            self._template = ChatTemplate(tokenizer, arguments)
+        except TemplateError as error:
+            raise DataError(f"data.chat_template_kwargs: {error}") from error
         self._lock = threading.Lock()  # encoding changes the tokenizer's own settings while it runs
         self.has_template = bool(tokenizer.chat_template)
 
     def ids(self, text: str, *, special: bool) -> list[int]:
-        """special: add the tokenizer's own special tokens; a chat template has put all of them into the text."""
+        """special: add the tokenizer's own special tokens; a chat template has put all of them into the text.
+
+        A beginning that the text has already is not written twice.
+        """
         with self._lock:
-            return self._tokenizer(text, add_special_tokens=special)["input_ids"]
+            ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        begin = self._tokenizer.bos_token_id
+        return ids[1:] if special and begin is not None and ids[:2] == [begin, begin] else ids
 
-    def render(self, messages: list[dict[str, str]], refusal: str, hint: str = "") -> str:
-        """The text that the chat template makes of them. Raises DataError: ``refusal``, why, and ``hint``."""
-        from jinja2 import TemplateError
-
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The text that the chat template makes of them. Raises DataError: it refuses one, or leaves it out."""
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._template.render(messages)
         except TemplateError as error:
-            raise DataError(f"{refusal}: {error}{hint}") from error
+            raise DataError(str(error)) from error
 
 
 class PromptEncoder:
     """Questions to texts to ids, with the model's chat template and tokenizer. May be used from several threads."""
 
     def __init__(self, tokenizer: Any, data: DataSettings, *, opening_alone: bool = False) -> None:
-        """tokenizer: of transformers.  data: chat_template, system.  opening_alone: the ids end with the prompt's first
-        token: agents write the messages, and no more is sure to be common to the samples of a group.
+        """tokenizer: of transformers.  data: chat_template, its arguments, system.
+
+        opening_alone: the ids end with the prompt's first token: agents write the messages, and no more is sure to be
+        common to the samples of a group.
         """
         self._opening_alone = opening_alone
-        self._tokenizer = ModelTokenizer(tokenizer)
+        self._tokenizer = ModelTokenizer(tokenizer, data.chat_template_kwargs if data.chat_template else None)
         self._system = data.system
         self._templated = data.chat_template and self._tokenizer.has_template
 
@@ -369,9 +390,10 @@ class PromptEncoder:
         messages += [{"role": turn.role, "content": turn.content} for turn in conversation]
         if not conversation:
             messages.append({"role": "user", "content": question})
-        return self._tokenizer.render(
-            messages, "the model's chat template refuses the prompt", hint="; see data.system"
-        )
+        try:
+            return self._tokenizer.render(messages)
+        except DataError as error:
+            raise DataError(f"{error}{'; see data.system' if self._system else ''}") from error
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """[P] int32."""
@@ -430,7 +452,10 @@ def fitting(problems: Sequence[Problem], encoder: PromptEncoder, limit: int, set
 
     lengths = list(map(length, problems))
     fit = [problem for problem, length in zip(problems, lengths, strict=True) if length <= room]
-    if len(fit) == len(problems) or (fit and settings.data.overlong == "skip"):
+    if len(fit) == len(problems):
+        return fit
+    if fit and settings.data.overlong == "skip":
+        log.warning("prompts beyond the context are left out", left_out=len(problems) - len(fit), of=len(problems))
         return fit
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     raise DataError(

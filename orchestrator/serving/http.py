@@ -148,7 +148,10 @@ class ServicePrompts:
         if not self._tokenizer.has_template:
             raise DataError(f"prompt {index} has messages, but the model has no chat template: send text or token ids")
         messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
-        text = self._tokenizer.render(messages, f"prompt {index}: the model's chat template refuses it")
+        try:
+            text = self._tokenizer.render(messages)
+        except DataError as error:
+            raise DataError(f"prompt {index}: {error}") from error
         self._check_length(index, len(text), room)
         return text
 

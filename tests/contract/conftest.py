@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
 import pytest
+import redis
 
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
@@ -31,6 +32,7 @@ class BrokerHarness:
 
     def __init__(self, url: str | None) -> None:
         self.url = url
+        self.outage_s = 60.0  # of brokers that are opened from now on
         self._clock = ManualClock(1000.0)
         self._memory = MemoryServer(self._clock)
         self._opened: list[Broker] = []
@@ -39,9 +41,26 @@ class BrokerHarness:
     def open(self, run: RunName | None = None) -> Broker:
         """Another client, as another process would be one."""
         run = run or self._run
-        made = MemoryBroker(self._memory, run) if self.url is None else RedisBroker(RedisLink(self.url), run)
+        made = (
+            MemoryBroker(self._memory, run)
+            if self.url is None
+            else RedisBroker(RedisLink(self.url, outage_s=self.outage_s), run)
+        )
         self._opened.append(made)
         return made
+
+    @property
+    def may_list(self) -> bool:
+        """Whether the broker's user may list keys."""
+        return LIMITED not in (self.url or "")
+
+    async def lose(self) -> None:
+        """The server loses all that it held of the run of ``open()``."""
+        if self.url is None:
+            self._memory.forget(self._run)
+            return
+        with redis.Redis.from_url(self.url.replace(f"{LIMITED}:word@", "")) as server:
+            server.unlink(*server.scan_iter(f"streamrl:{{{self._run}}}:*"))
 
     async def elapse(self, seconds: float) -> None:
         """Let the server's clock pass ``seconds``; a real server has no other clock than the real one."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from tests.fakes.memory_server import Group, MemoryServer, RunState
 from transport.broker import keys
 from transport.broker.base import (
+    ALIVE_S,
     ZERO_ID,
     Ack,
     Append,
@@ -28,6 +29,8 @@ from transport.broker.base import (
     Mark,
     Pending,
     RowWrite,
+    RunClaim,
+    RunOwner,
     ServerInfo,
     StreamWrite,
     Withdrawal,
@@ -40,9 +43,10 @@ from transport.broker.base import (
     parse_entry_id,
     without_blocks,
 )
+from transport.broker.ownership import describe, of_another_run
 from transport.broker.reach import Away
 from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
-from transport.errors import BrokerFullError, FencedError, TailLostError
+from transport.errors import BrokerFullError, BrokerUnavailableError, FencedError, TailLostError
 
 __all__ = ["MemoryBroker", "MemoryServer"]
 
@@ -55,6 +59,8 @@ class MemoryBroker:
         self._run = run
         self.outage: Away | None = None
         """What ``away`` answers."""
+        self.run_id = ""
+        self._claim: RunClaim | None = None
 
     @property
     def run(self) -> RunName:
@@ -64,20 +70,76 @@ class MemoryBroker:
     def _step(self, *, appends: bool = False) -> Generator[RunState]:
         """One call: fails before or after its effect when the server was told to. appends: wakes those who wait."""
         self._server.fail_before()
-        yield self._server.run_state(self._run)
+        state = self._server.run_state(self._run)
+        if self.run_id:
+            self._compare(state)
+        yield state
         if appends:
             self._server.wake()
         self._server.fail_after()
+
+    def _compare(self, state: RunState) -> None:
+        """As guard.lua, without the wait for a run to come back."""
+        if state.owner is None and self._claim is not None:
+            self._take(state, self._claim, "")
+        if state.owner is None:
+            raise BrokerUnavailableError("memory", f"it holds no run named {self._run!r}")
+        if state.owner.run_id != self.run_id:
+            raise of_another_run(self._run, self._owner(state), self.run_id)
+
+    def _owner(self, state: RunState) -> RunOwner | None:
+        if state.owner is None:
+            return None
+        now_s, (start, until_s) = self._server.clock.now_s(), state.owner_alive
+        is_live = start == state.owner.start and now_s < until_s
+        return RunOwner(claim=state.owner, age_s=now_s - state.owner_since_s, is_live=is_live)
+
+    def _take(self, state: RunState, claim: RunClaim, after: str) -> None:
+        held = state.owner
+        if held and (held.run_id != claim.run_id or held.start not in (claim.start, after)):
+            raise of_another_run(self._run, self._owner(state), claim.run_id)
+        now_s = self._server.clock.now_s()
+        if held is None or held.start != claim.start:
+            state.owner, state.owner_since_s = claim, now_s
+        state.owner_alive = (claim.start, now_s + ALIVE_S)
+
+    async def owner(self) -> RunOwner | None:
+        return self._owner(self._server.run_state(self._run))
+
+    async def hold_run(self, claim: RunClaim, *, after: str = "") -> None:
+        await asyncio.sleep(0)
+        self._take(self._server.run_state(self._run), claim, after)
+        self.run_id, self._claim = claim.run_id, claim
+
+    async def leave_run(self) -> None:
+        state = self._server.run_state(self._run)
+        if self._claim is not None and state.owner_alive[0] == self._claim.start:
+            state.owner_alive = ("", 0.0)
+
+    async def forget_run(self) -> None:
+        if self._claim is not None:
+            self._take(self._server.run_state(self._run), self._claim, "")
+            self._server.forget(self._run)
+            self.run_id, self._claim = "", None
+
+    async def join_run(self, run_id: str = "") -> str:
+        held = self._server.run_state(self._run).owner
+        self.run_id = run_id or (held.run_id if held else "")
+        return self.run_id
 
     # -- who answers, who may write
     def away(self) -> Away | None:
         return self.outage
 
     async def info(self) -> ServerInfo:
-        with self._step():
-            return ServerInfo(version="memory", boot_id=self._server.boot_id, address="memory")
+        with self._step() as state:
+            boot_id = f"{self._server.boot_id}.{state.owner_since_s if self.run_id else ''}"
+            return ServerInfo(version="memory", boot_id=boot_id, address="memory")
 
     async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
+        await asyncio.sleep(0)
+        if self._claim is not None:
+            self._take(self._server.run_state(self._run), self._claim, "")
         with self._step() as state:
             state.epochs[role] = max(state.epochs.get(role, 0), at_least) + 1
             return state.epochs[role]
@@ -87,6 +149,15 @@ class MemoryBroker:
             state.incarnations[name] = state.incarnations.get(name, 0) + 1
             return state.incarnations[name]
 
+    def _check_fence(self, state: RunState, fence: Fence | None) -> None:
+        if fence is None:
+            return
+        current = state.epochs.get(fence.role, 0)
+        if fence.epoch < current:
+            owner = self._owner(state)
+            raise FencedError(fence.role, fence.epoch, current, describe(owner) if owner else "")
+        state.epochs[fence.role] = fence.epoch
+
     # -- logs
     async def append(self, log: str, entry: Entry, *, fence: Fence | None = None) -> str:
         return await self._append(log, entry, fence, queue=False)
@@ -95,7 +166,7 @@ class MemoryBroker:
         check_entry(entry)
         await asyncio.sleep(0)
         with self._step(appends=True) as state:
-            _check_fence(state, fence)
+            self._check_fence(state, fence)
             stream = state.stream(name)
             stream.is_queue = stream.is_queue or queue
             return stream.add(entry, None, self._server.now_ms()) or ""
@@ -106,7 +177,7 @@ class MemoryBroker:
         check_writes(writes)
         await asyncio.sleep(0)
         with self._step(appends=True) as state:
-            _check_fence(state, fence)
+            self._check_fence(state, fence)
             if mark is not None:
                 _pass_mark(state, mark)
             return [self._write_stream(state, write) for write in writes]
@@ -263,7 +334,7 @@ class MemoryBroker:
         parsed = [parse_row_id(row.row_id) for row in commit.rows]
         await asyncio.sleep(0)
         with self._step(appends=True) as state:
-            _check_fence(state, commit.fence)
+            self._check_fence(state, commit.fence)
             if commit.if_held and not all(_is_pending(state, ack) for ack in commit.acks):
                 return CommitResult(inserted=(False,) * len(commit.rows), retained_bytes=state.retained_bytes)
             for group in commit.groups:
@@ -402,15 +473,6 @@ def _pass_mark(state: RunState, mark: Mark) -> None:
     if mark.after not in ("", state.mark):
         raise TailLostError(f"the broker holds mark {state.mark!r}, not {mark.after!r}")
     state.mark = mark.now
-
-
-def _check_fence(state: RunState, fence: Fence | None) -> None:
-    if fence is None:
-        return
-    current = state.epochs.get(fence.role, 0)
-    if fence.epoch < current:
-        raise FencedError(fence.role, fence.epoch, current)
-    state.epochs[fence.role] = fence.epoch
 
 
 def _is_pending(state: RunState, ack: Ack) -> bool:

@@ -18,6 +18,7 @@ from transport.broker.base import (
     Entry,
     LogEntry,
     Pending,
+    RunClaim,
     buried,
     dead_letter,
     parse_entry_id,
@@ -137,6 +138,9 @@ class RunState:
     tasks: tuple[TaskSpec, ...] = ()
     retained_bytes: int = 0
     mark: str = ""
+    owner: RunClaim | None = None
+    owner_since_s: float = 0.0
+    owner_alive: tuple[str, float] = ("", 0.0)  # the start that is live, and until when
     epochs: dict[str, int] = field(default_factory=dict[str, int])
     incarnations: dict[str, int] = field(default_factory=dict[str, int])
     leases: dict[WorkerId, tuple[bytes, float]] = field(default_factory=dict[WorkerId, tuple[bytes, float]])
@@ -189,6 +193,10 @@ class MemoryServer:
 
     def run_state(self, run: RunName) -> RunState:
         return self._runs.setdefault(run, RunState())
+
+    def forget(self, run: RunName) -> None:
+        """All of ``run``, as a server that was emptied."""
+        self._runs.pop(run, None)
 
     def now_ms(self) -> int:
         return int(self.clock.now_s() * 1000)

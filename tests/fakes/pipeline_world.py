@@ -197,13 +197,13 @@ class PipelineWorld(ObeyedPipeline):
                 worker.to_load = worker.to_load_id = None
         self.restate(lost)
 
-    def load(self, worker_id: WorkerId, *, fails: bool = False) -> None:
+    def load(self, worker_id: WorkerId, *, fails: bool = False, permanent: bool = False) -> None:
         """The worker loads what it was told to."""
         worker = self.workers[worker_id]
         weights, worker.to_load, worker.to_load_id = worker.to_load, None, None
         assert weights is not None
         if fails:
-            self.tell(WeightsFailed(worker_id=worker_id, weights=weights, reason="checksum"))
+            self.tell(WeightsFailed(worker_id=worker_id, weights=weights, reason="checksum", permanent=permanent))
             return
         if worker.weights is None or worker.weights < weights:
             worker.weights = weights

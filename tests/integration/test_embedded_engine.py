@@ -239,12 +239,12 @@ async def test_a_missing_model_directory_is_named(tmp_path):
 
 
 def test_stop_tokens_are_what_the_model_directory_names(directory):
-    assert stop_token_ids(directory) == (1,)
+    assert stop_token_ids(directory) == (1, 3), "of the model, and of its tokenizer"
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
-    assert stop_token_ids(directory) == (1, 7)
+    assert stop_token_ids(directory) == (1, 3, 7)
     _edit_config(eos_token_id=None)(directory)
     (directory / "generation_config.json").unlink()
-    assert stop_token_ids(directory) == ()
+    assert stop_token_ids(directory) == (3,)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")

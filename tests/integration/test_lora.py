@@ -11,24 +11,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from orchestrator.config.load import resolve
 from tests.fakes.parallel_ranks import run_layout
 from tests.fakes.sharded import STEPS, Training, errors, resumed
 from tests.fakes.tiny_models import tiny_model
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, tiny_settings
 from transport.broker import keys
 from transport.contracts.llms import from_config
-from transport.contracts.messages import manifest_decoder
+from transport.contracts.messages import TrialRows, manifest_decoder
 from transport.contracts.settings import GenerationSettings, LoraSettings
 from transport.contracts.training_memory import Layout, state_bytes
 from transport.contracts.training_memory import Training as MemoryOf
 from transport.contracts.types import WeightIdentity
 from transport.process.clock import MonotonicClock
 from workers.commands.build import adapted_model
+from workers.commands.check import check_workers
 from workers.errors import ModelError, ResumeMismatchError, WeightsMismatchError
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.server.client import ServerSettings
@@ -150,13 +153,37 @@ def test_layers_by_the_ends_of_their_names(targets: list[str], count: int) -> No
 @pytest.mark.parametrize("target", ["query", "proj", "lm_head", "embed_tokens"])
 def test_a_target_that_matches_nothing_says_which_there_are(target: str) -> None:
     wanted = (
-        rf"trainer\.lora\.targets = \['q_proj', '{target}'\]: the model has no linear layer '{target}'; it has "
+        rf"trainer\.lora\.targets = \['q_proj', '{target}'\]: the model has no linear layer '{target}'"
+        r"( \(did you mean \S+\?\))?; it has "
         r'down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or take "all-linear"'
     )
     with pytest.raises(ModelError, match=wanted):
         PolicyModel(
             tiny_model(), dtype=torch.float32, temperature=1.0, lora=LoraSettings(rank=1, targets=["q_proj", target])
         )
+
+
+def test_a_rank_beyond_a_layer_is_refused_with_the_bound() -> None:
+    smallest = min(
+        min(module().get_submodule(name).weight.shape) for name in adapted_layers(module(), LoraSettings(rank=1))
+    )
+    adapted_layers(module(), LoraSettings(rank=smallest))
+    with pytest.raises(ModelError, match=rf"lora.rank = {smallest + 1} must be at most {smallest}, the smaller"):
+        adapted_layers(module(), LoraSettings(rank=smallest + 1))
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (LoraSettings(rank=100_000), r"trainer\.lora\.rank = 100000 must be at most 32"),
+        (LoraSettings(rank=4, targets=["qproj"]), r"no linear layer 'qproj' \(did you mean q_proj\?\)"),
+    ],
+)
+def test_adapters_that_cannot_be_are_said_before_a_run_begins(lora: LoraSettings, said: str) -> None:
+    settings = resolve("tiny", [], [], {}).settings
+    trainer = msgspec.structs.replace(settings.trainer, lora=lora)
+    with pytest.raises(ModelError, match=said):
+        check_workers(msgspec.structs.replace(settings, trainer=trainer), TrialRows(rows=[]))
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,7 +22,7 @@ import pytest
 from tests.fakes.unscored_group import settings_for
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.jail import BUBBLEWRAP
-from workers.scoring.reward_pool import RewardChild, RewardPool
+from workers.scoring.reward_pool import RewardChild, RewardPool, right_over_wrong
 from workers.scoring.rewards import WRONG, Reward, RewardSpec, Sample, Setup, reward_spec
 
 ROOT = str(Path(__file__).parents[2])
@@ -270,9 +271,34 @@ async def test_a_reward_that_computes_nothing_is_named_before_the_run(do: str, r
 
 
 async def test_a_function_that_cannot_be_called_is_named_with_its_parameters() -> None:
-    with pytest.raises(RewardSetupError, match=r"parameters \(prompt: .*It is called \(prompt, response, entry\)"):
-        async with pool("two_parameters"):
+    with pytest.raises(RewardSetupError, match=r"parameters \(args: .*It is called \(prompt, response, entry\)"):
+        async with pool("of_slime"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("float(entry['answer'] in response)", ""),
+        ("float('\\\\boxed{' + entry['answer'] + '}' in response)", ""),
+        (
+            "float(response == str(entry))",
+            r"right answers of the 2 rows that were tried earn no more .*\(0 and 0 at most\)",
+        ),
+        ("1.0", r"\(1 and 1 at most\)"),
+    ],
+)
+async def test_a_reward_that_knows_no_right_answer_is_doubted(tmp_path: Path, body: str, says: str) -> None:
+    made = RewardPool(
+        written(tmp_path, f"def reward(prompt, response, entry): return {body}"), timeout_s=20.0, jailed=False
+    )
+    rows = [Sample(prompt="?", response="", entry=json.dumps({"answer": one}).encode()) for one in ("5", "17")]
+    await made.start()
+    try:
+        doubt = await right_over_wrong(made, rows, "Answer:")
+        assert re.search(says, doubt) if says else not doubt
+    finally:
+        await made.close()
 
 
 # --- hostile mathematics ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from orchestrator.errors import ChildFailedError
 from orchestrator.launch import app
 from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.local import LocalLauncher
+from orchestrator.launch.ownership import take_name
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from transport.broker import keys
 from transport.broker.redis_streams import connect
@@ -56,17 +57,18 @@ async def grown(
     overrides = ["run.name=mine", f"broker.url={server.url}", "generation.workers=1", "liveness.max_restarts=1"]
     settings = resolve("tiny", [], overrides, {}).settings
     monkeypatch.setattr(app, "open_launcher", lambda *_, **__: launcher)
-    broker = await connect(settings.broker, RunName("mine"))
-    await broker.put_meta(keys.SPAWN, encode(SpawnWorkers(total=1, reason="generation is slower")))
-    await broker.close()
     rundir = RunDir(directory / "mine")
     rundir.logs.mkdir(parents=True)
+    broker = await connect(settings.broker, RunName("mine"))
+    claim = await take_name(broker, rundir)
+    await broker.put_meta(keys.SPAWN, encode(SpawnWorkers(total=1, reason="generation is slower")))
+    await broker.close()
 
     async def serving() -> bool:
         await over.wait()
         return True
 
-    return await app._growing(serving, settings, rundir, directory, resume=False)
+    return await app._growing(serving, settings, claim, rundir, directory, resume=False)
 
 
 async def test_a_worker_that_is_asked_for_is_started_and_ended_with_the_run(

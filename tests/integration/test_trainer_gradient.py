@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.trl_reference import pad_groups
 from orchestrator.config.load import resolve
+from orchestrator.core.model.groups import plan_phases
+from orchestrator.core.model.settings import core_settings
 from tests.fakes.tiny_models import tiny_model
 from tests.fakes.training import make_groups
 from transport.contracts.settings import Algorithm, GenerationSettings, Settings, TrainerSettings
 from transport.tensors.base import Endpoint
-from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
+from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, PolicyLoss, loss_sum, loss_terms, normaliser
 from workers.errors import AlgorithmError, ModelError, RowsChangedError
 from workers.models import random_model
 from workers.trainer.policy import attention
@@ -89,7 +91,7 @@ def test_streamed_and_packed_equals_padded_and_whole(
     groups = make_groups(masked=True, all_columns=True)
     if old_logprobs == "rollout":
         groups = [replace(g, samples=[replace(s, old_logprobs=None) for s in g.samples]) for g in groups]
-    step = new_step(directory, objective, micro_batch_tokens=16)
+    step = new_step(directory, objective, micro_batch_tokens=16, epochs=2)  # of one step no logprobs are recorded
     step._old_logprobs = {
         s.row_id: (s.response_ids, s.old_logprobs) for g in groups for s in g.samples if s.old_logprobs is not None
     }
@@ -295,7 +297,7 @@ def test_what_nothing_was_computed_of_is_not_told_and_entropy_is_that_of_all_tok
 
 def test_logprobs_are_recorded_where_they_belong(tmp_path: Path) -> None:
     """The logprobs that a pass records are those that its first training step finds: every ratio is one."""
-    step = new_step(save_tiny(tmp_path), Objective(old_logprobs="recomputed", importance_cap=0.0))
+    step = new_step(save_tiny(tmp_path), Objective(old_logprobs="recomputed", importance_cap=0.0), epochs=2)
     groups = make_groups(masked=True)
     with pytest.raises(ValueError, match="0/0/0"):
         step.accumulate(groups)
@@ -308,8 +310,38 @@ def test_logprobs_are_recorded_where_they_belong(tmp_path: Path) -> None:
     assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(("mini_batches", "epochs"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+def test_what_the_core_orders_is_what_the_learner_needs(
+    tmp_path: Path, mini_batches: int, epochs: int, loss: PolicyLoss
+) -> None:
+    """The passes over a batch that the core plans train it, and the gradient is that of recorded logprobs."""
+    settings = resolve(
+        None,
+        [],
+        [
+            "algorithm.old_logprobs=recomputed",
+            f"algorithm.loss={loss}",
+            f"trainer.mini_batches={mini_batches}",
+            f"trainer.epochs={epochs}",
+        ],
+        {},
+    ).settings
+    core, directory, groups = core_settings(settings), save_tiny(tmp_path), make_groups(masked=True)
+    step = new_step(directory, objective_of(settings), mini_batches=mini_batches, epochs=epochs)
+    for phase in plan_phases(core.mini_batches, core.epochs, core.record_logprobs)[: 1 + core.record_logprobs]:
+        (step.record_logprobs if phase.kind == "logprobs" else step.accumulate)(groups)
+    recorded = new_step(directory, objective_of(settings), epochs=2)
+    recorded.record_logprobs(groups)
+    recorded.accumulate(groups)
+    assert relative_error(step.policy.gradient, recorded.policy.gradient) < 1e-5
+    found, expected = (one.close(batch=0, num_rows=9, num_tokens=34) for one in (step, recorded))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found["clip_fraction_low"] == found["clip_fraction_high"] == 0.0
+
+
 def test_rows_that_changed_since_their_logprobs_were_recorded_are_named(tmp_path: Path) -> None:
-    step = new_step(save_tiny(tmp_path), Objective(old_logprobs="recomputed", importance_cap=0.0))
+    step = new_step(save_tiny(tmp_path), Objective(old_logprobs="recomputed", importance_cap=0.0), epochs=2)
     step.record_logprobs(make_groups(seed=1))
     with pytest.raises(RowsChangedError, match="0/0/0"):
         step.accumulate(make_groups(seed=2))

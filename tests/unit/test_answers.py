@@ -31,6 +31,7 @@ MARKER = "Answer:"
         ("Answer:\n\\[\n7\n\\]\nThat is all.", "7"),
         ("Answer: $$\n\\boxed{7}\n$$", "7"),
         ("Answer: ```\n7\n```", "7"),
+        ("Answer: R U F'", "R U F'"),
         ("Answer: <7>", "7"),
         ("Answer: <answer>7</answer>", "7"),
         ("Answer:\n-7", "-7"),
@@ -58,6 +59,10 @@ def test_the_answer_is_what_follows_the_last_marker(response: str, answer: str |
 def test_a_prompt_that_asks_for_no_marker_is_answered_without_one(response: str, answer: str | None) -> None:
     assert find_answer(response, MARKER, marker_asked=False) == answer
     assert find_answer(response, MARKER, marker_asked=True) == extract_answer(response, MARKER)
+
+
+def test_an_answer_has_as_many_lines_as_the_right_one() -> None:
+    assert extract_answer("Answer:\n1 2\n3 4\nThat is all.", MARKER, lines=2) == "1 2\n3 4"
 
 
 @given(st.text())

@@ -29,7 +29,7 @@ IDS = [f"prompts.jsonl/{line}" for line in range(1, 5)]
 def settings_of(tmp_path: Path, *lines: object, model: str = "") -> Settings:
     """A run of four prompts, two of the same text, with these lines in its log; without any there is no log."""
     data, lengths = tmp_path / "prompts.jsonl", tmp_path / "lengths.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": question, "answer": ""}) for question in QUESTIONS))
+    data.write_text("\n".join(json.dumps({"prompt": question, "answer": "yes"}) for question in QUESTIONS))
     if lines:
         lengths.write_text("\n".join(json.dumps(line) for line in lines))
     return Settings(

@@ -176,6 +176,37 @@ def test_other_data_forgets_the_order_and_the_held_out_file_of_the_ones_before()
     assert 'data.task = "gcd" is read by' in str(error_of("data.task=gcd", preset="smollm2"))
 
 
+MINE = """[data]
+path = "mine.jsonl"
+shuffle = false
+[eval]
+path = "mine/test.jsonl"
+[eval.sets.sampled]
+samples = 4
+"""
+
+
+def test_other_data_forgets_only_what_a_preset_set(tmp_path: Path):
+    """A sweep over data files: each run has the held-out problems, sets and order that the user's file names."""
+    file = tmp_path / "mine.toml"
+    file.write_text(MINE)
+    mine = resolve("smollm2", [file], ["data.path=other.jsonl"], {})
+    data, held_out = mine.settings.data, mine.settings.eval
+    assert (data.path, data.shuffle, held_out.path) == ("other.jsonl", False, "mine/test.jsonl")
+    assert held_out.sets["sampled"].samples == 4
+    assert mine.origins["data.shuffle"] == f"{file}:3"
+    assert mine.forgotten == [], "what the user's file sets of its own is not missed"
+    file.write_text("[eval.sets.sampled]\nsamples = 4\n")
+    other = resolve("gsm8k", [file], ["data.path=docs/examples/gsm8k_sample.jsonl"], {})
+    assert other.settings.eval.sets["sampled"].samples == 4
+    left = with_set("data.path=other.jsonl", preset="smollm2")
+    assert [re.sub(r"\d+", "N", sentence) for sentence in left.forgotten] == [
+        "data.shuffle = false (preset smollmN:N) is not used: data.path is another (--set)",
+        'eval.path = "preset:sums.jsonl" (preset smollmN:N) is not used: data.path is another (--set)',
+    ]
+    assert all(f"# {sentence}" in render(left, defaults=False).splitlines() for sentence in left.forgotten)
+
+
 def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
     file = tmp_path / "mine.toml"
     file.write_text("[data]\ntask = 'gcd'\n\n[data.params]\nmax_value = 9\n\n[trainer]\n")
@@ -322,7 +353,7 @@ def test_missing_file_and_preset(tmp_path: Path):
         ("trainer.lr=fast", 'trainer.lr must be a number in (0, 1], not "fast"'),
         ("pipeline.group_size=true", "pipeline.group_size must be a whole number >= 1, not true"),
         ("run.batches=1.5", "run.batches must be a whole number >= 1, not 1.5"),
-        ("liveness.lease_s=soon", 'liveness.lease_s must be a number > 0 (seconds), not "soon"'),
+        ("liveness.lease_s=soon", 'liveness.lease_s must be a number >= 1 (seconds), not "soon"'),
         ("broker.max_retained_bytes=2GB", 'must be a whole number >= 1000000 (bytes), not "2GB"'),
         ("data.shuffle=maybe", 'data.shuffle must be true or false, not "maybe"'),
         ("pipeline.update=now", 'must be one of "barrier", "together", "staggered", "in_flight", not "now"'),
@@ -350,8 +381,8 @@ def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
         ("sampling.top_p=0", "sampling.top_p must be a number in (0, 1], not 0"),
         ("sampling.top_p=nan", "must be a number in (0, 1], not "),
         ("sampling.top_p=1.1", "must be a number in (0, 1], not "),
-        ("sampling.temperature=0", "must be a number > 0, not 0"),
-        ("sampling.temperature=inf", "must be a number > 0, not inf"),
+        ("sampling.temperature=0", "must be a number >= 0.001, not 0"),
+        ("sampling.temperature=inf", "must be a number >= 0.001, not inf"),
         ("trainer.betas=[0.9, nan]", "each a number in [0, 1), not [0.9, nan]"),
         ("pipeline.max_staleness=-1", "must be a whole number in [0, 16], not -1"),
         ("pipeline.group_size=0", "must be a whole number >= 1, not 0"),
@@ -362,7 +393,7 @@ def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
         ("trainer.checkpoint_every=0", "must be a whole number >= 1, not 0"),
         ("trainer.ranks=0", 'must be a whole number >= 1, or "auto", not 0'),
         ("trainer.betas=[0.9, 1.0]", "must be a list of 2, each a number in [0, 1), not [0.9, 1.0]"),
-        ("scoring.timeout_s=0", "must be a number > 0 (seconds), not 0"),
+        ("scoring.timeout_s=0", "must be a number >= 1 (seconds), not 0"),
         ("run.seed=-1", "must be a whole number in [0, 2147483647], not -1"),
         ("run.name=../x", "must be 1 to 64 letters, digits"),
         ("run.name=a b", "must be 1 to 64 letters, digits"),
@@ -746,6 +777,69 @@ def test_what_is_printed_reads_back_the_same(tmp_path: Path, preset: str):
     assert again.origins["run.name"] == f"{file}:2"
 
 
+def test_a_stored_run_still_says_where_its_values_came_from(tmp_path: Path):
+    """However often it is resumed: what it was started with, what was set later, and a line changed by hand."""
+    file, stored = tmp_path / "mine.toml", tmp_path / "config.toml"
+    file.write_text('[data]\nsuffix = "a # b"\n')
+    resolved = resolve("tiny", [file], ["trainer.lr=0.5", "broker.password=fish"], {})
+    stored.write_text(render(resolved))
+    changed = {"run.batches", "broker.password", "api.secret"}
+    for _ in range(2):
+        again = resolve(None, [], ["run.batches=9"], {}, stored=stored)
+        assert again.settings.trainer == resolved.settings.trainer
+        for key in FIELDS.keys() - changed:
+            assert again.origins[key] == resolved.origins[key], key
+        assert again.origins["run.batches"] == "--set"
+        assert load.presets_of(again) == ["tiny"]
+        stored.write_text(render(again))
+    text = stored.read_text().replace("epochs = 1  # default", "epochs = 2  # default")
+    stored.write_text(text)
+    line = text.splitlines().index("epochs = 2  # default") + 1
+    assert resolve(None, [], [], {}, stored=stored).origins["trainer.epochs"] == f"{stored}:{line}"
+    stored.write_text(text.replace("epochs = 2  # default", "epochs = 0  # default"))
+    with pytest.raises(ConfigError, match=rf"{stored}:{line}: trainer.epochs must be"):
+        resolve(None, [], [], {}, stored=stored)
+
+
+def test_all_wrong_keys_and_values_are_named_at_once(tmp_path: Path):
+    first, second, third = (tmp_path / f"{name}.toml" for name in "abc")
+    first.write_text("[trainer]\nlearning_rate = 1\nlr = 7\n\n[grpo]\nbeta = 0.1\n")
+    second.write_text("[pipeline]\nbatch_size = 8\ndispatch = 'scord'\n")
+    third.write_text("[pipeline\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve("tiny", [first, second, third], ["run.batch=3", "algorithm.loss=gspoo"], {})
+    lines = str(caught.value).splitlines()
+    for start, words in (
+        (f"{third}:1: not valid TOML", ""),
+        (f"{first}:2: unknown key trainer.learning_rate", "(did you mean trainer.lr?)"),
+        (f"{first}:3: trainer.lr must be a number in (0, 1], not 7", ""),
+        (f"{first}:6: unknown section grpo", "sections: "),
+        (f"{second}:2: unknown key pipeline.batch_size", "(did you mean pipeline.groups_per_batch?)"),
+        (f"{second}:3: pipeline.dispatch must be", "(did you mean scored?)"),
+        ("--set: unknown key run.batch", "(did you mean run.batches?)"),
+        ("--set: algorithm.loss must be", "(did you mean gspo?)"),
+    ):
+        assert any(line.startswith(start) and words in line for line in lines), start
+    assert len(lines) == 8
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("algorithm.loss=gspoo", "gspo"),
+        ("environment.name=calculater", "calculator"),
+        ("launcher.kind=slrum", "slurm"),
+        ('run.loggers=["tensorbord"]', "tensorboard"),
+        ("pipeline.update=inflight", "in_flight"),
+        ("trainer.ranks=autom", "auto"),
+        ("scoring.pools={reference = {workers = 2}, advantage = {workers = 1}}", "advantages"),
+        ("data.mix.a.loss=cispoo", "cispo"),
+    ],
+)
+def test_a_misspelt_choice_is_answered_with_the_near_one(argument: str, meant: str):
+    assert f"(did you mean {meant}?)" in error_of(argument)
+
+
 def test_printing_names_every_key_with_its_origin():
     lines = render(with_set("trainer.lr=0.5", preset="tiny")).splitlines()
     assert "lr = 0.5  # --set" in lines
@@ -768,6 +862,8 @@ def test_a_value_that_is_no_setting_is_a_bug():
         "data.suffix=x",
         "run.seed=5",
         "trainer.lora.rank=8",
+        "ranker.model=other.bin",
+        "eval.seed=7",
     ],
 )
 def test_a_resumed_run_stays_the_same_run(change: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orchestrator.core.fleet import REFUSED_S
 from orchestrator.core.model.pipeline import Wait
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.model.workers import MAX_LOAD_ATTEMPTS
@@ -9,7 +10,8 @@ from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import BrokerUsage, StopRequested, Tick, WorkerJoined, WorkerLost
 from transport.contracts.types import GroupId, UpdateMode, WorkerId, WorkerKind
 
-W0, TRAINER, SCORER = WorkerId("generate-0.1"), WorkerId("train-0.1"), WorkerId("score-0.1")
+W0, W1 = WorkerId("generate-0.1"), WorkerId("generate-1.1")
+TRAINER, SCORER = WorkerId("train-0.1"), WorkerId("score-0.1")
 
 
 def core(**changes) -> CoreSettings:
@@ -67,6 +69,35 @@ def test_weights_are_not_loaded():
     for _ in range(MAX_LOAD_ATTEMPTS):
         world.load(W0, fails=True)
     assert said(world) == ("weights", "weights e1v0 to be loaded, which failed everywhere and is tried again", W0)
+
+
+def test_weights_that_no_worker_can_load_end_the_run_with_the_reason():
+    world = PipelineWorld(core())
+    world.start_trainer()
+    world.answer_prompts(8)
+    world.join()
+    world.join()
+    for attempt in range(MAX_LOAD_ATTEMPTS):
+        world.load(W0, fails=True, permanent=True)
+        world.load(W1, fails=True, permanent=attempt > 0)
+    world.tell(Tick())
+    assert not world.finished, "another worker may join"
+    world.now_s += REFUSED_S
+    world.tell(Tick())
+    assert world.failed
+    assert world.finished == f"no generation worker can load weights e1v0 ({W0}, {W1}): checksum"
+
+
+def test_weights_that_may_be_loaded_later_end_no_run():
+    world = PipelineWorld(core())
+    world.start_trainer()
+    world.answer_prompts(8)
+    world.join()
+    for _ in range(MAX_LOAD_ATTEMPTS):
+        world.load(W0, fails=True)
+    world.now_s += 10 * REFUSED_S
+    world.tell(Tick())
+    assert not world.finished
 
 
 def test_weights_of_the_next_batch_are_not_loaded():

@@ -168,7 +168,7 @@ def test_a_worker_that_cannot_load_is_asked_for_ever_with_growing_pauses():
     (aside,) = [worker for worker in world.state.view().workers if worker.worker_id == W0]
     assert (aside.worker_id, aside.healthy, aside.aside_s) == (W0, False, 640.0)
     assert aside.load_failures > MAX_LOAD_ATTEMPTS
-    assert aside.load_reason
+    assert aside.load_problem
     world.state = PipelineState.restore(world.state.snapshot())
     while world.workers[W0].to_load is None:
         world.now_s += 0.5
@@ -199,7 +199,7 @@ def test_a_snapshot_of_before_there_were_pauses_gives_nobody_up():
     asked_at(world, W0, 0.5)
     fields = msgspec.msgpack.decode(world.state.snapshot())
     worker = fields["fleet"]["workers"][W0]
-    for name in ("retry_at_s", "load_reason", "aside_s"):
+    for name in ("retry_at_s", "load_problem", "aside_s"):
         worker.pop(name, None)
     fields["fleet"]["loads_pending"] = False
     world.state = PipelineState.restore(msgspec.msgpack.encode(fields))

@@ -171,7 +171,7 @@ def test_files_and_tasks_mix_and_each_is_graded_by_its_own_verifier(tmp_path: Pa
         ],
         {},
     ).settings
-    assert {problem.part for problem in check_inputs(settings)} == {"sums", "half", "sort"}
+    assert {problem.part for problem in check_inputs(settings).training} == {"sums", "half", "sort"}
     score = build_reward(reward_spec(settings, ""))
     by_part = {problem.part: read_entry(problem.entry_json.encode()) for problem in load_problems(settings).training}
     assert score("", "Answer: \\frac{2}{4}", by_part["half"]).value == 1

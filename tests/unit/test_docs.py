@@ -18,7 +18,7 @@ from workers.__main__ import app as worker
 PAGES = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages()}
 BLOCKS = [block for page, text in PAGES.items() for block in blocks_of(page, text)]
 PROSE = {page: re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL) for page, text in PAGES.items()}
-FILES = "secret address password sock log conf bin py toml lua json jsonl state example"
+FILES = "secret address password sock log conf bin py toml lua json jsonl safetensors state example"
 """Ends of names of files and hosts, and of keys of the status, that begin as a section of the settings does."""
 
 
@@ -107,8 +107,8 @@ def names(app) -> set[str]:
 
 
 REFERENCES = {
-    "broker", "figures", "glossary", "learning", "life-of-a-sample", "metrics", "models-and-machines", "security",
-    "settings", "waits",
+    "broker", "figures", "glossary", "learning", "life-of-a-sample", "metrics", "models", "models-and-machines",
+    "security", "settings", "waits",
 }  # fmt: skip
 """Pages that are looked things up in. Every other page of docs is about a feature, and tries it."""
 

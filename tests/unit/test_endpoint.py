@@ -520,11 +520,25 @@ async def test_leases_are_bounded_and_evaluations_are_named(tmp_path: Path) -> N
         assert (load.capacity, load.waiting) == (5, 2), "one whose agent thinks leaves its slot to another"
 
 
+CALLED_WITH_HALF_A_PAIR = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"place": "\\ud800"}).replace("\\\\", "\\")}}],
+}
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": [], "ignore_eos": False, "n": 1}
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "gpt-4"}, 404, "'gpt-4' is not served here: this run's is 'tiny'"),
     ({"n": 2}, 400, "n must be 1"),
     ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs must be 0"),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty would change what is sampled"),
+    *(
+        ({name: value}, 400, f"{name} would change the prompt or what is sampled")
+        for name, value in {
+            **{"presence_penalty": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 3, "ignore_eos": True},
+            **{"stop_token_ids": [7], "guided_choice": ["a"], "chat_template": "x", "add_generation_prompt": False},
+        }.items()
+    ),
+    ({"enable_thinking": True}, 400, "give it in chat_template_kwargs"),
+    ({"chat_template_kwargs": {"no_such": 1}}, 400, "reads no 'no_such'"),
+    ({"messages": [CALLED_WITH_HALF_A_PAIR]}, 400, "half of a surrogate pair"),
     ({"tool_choice": "required"}, 400, "nothing forces the policy"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),
     ({"messages": []}, 400, "length >= 1"),

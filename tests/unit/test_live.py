@@ -213,8 +213,8 @@ def test_what_went_wrong_is_in_the_headline():
 ASIDE = {
     "newest": {"epoch": 1, "version": 17},
     "generation": [
-        {"worker_id": "generate-0.1", "aside_s": 90.0, "load_reason": "peer tcp://a:7400/x is unavailable: timed out"},
-        {"worker_id": "generate-1.1", "aside_s": None, "load_reason": ""},
+        {"worker_id": "generate-0.1", "aside_s": 90.0, "load_problem": "peer tcp://a:7400/x is unavailable: timed out"},
+        {"worker_id": "generate-1.1", "aside_s": None, "load_problem": ""},
     ],
 }
 

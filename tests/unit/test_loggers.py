@@ -1,11 +1,11 @@
-"""Every trained batch reaches every logger; none of them can hold up or end a run."""
+"""Every trained batch reaches every logger; none of them can hold up or end a run, or touch another."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Callable
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,91 +15,107 @@ import pytest
 from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ConfigError
 from orchestrator.observability import loggers
-from orchestrator.observability.loggers import Line, LoggerError, LoggerFeed, logging_metrics
+from orchestrator.observability.loggers import LoggerFeed, check_loggers, logging_metrics, read_left_out
 from transport.contracts.settings import BrokerSettings, RunSettings, Settings
+from transport.errors import ForeignError
 
 LINES = [{"batch": batch, "reward": batch / 2, "loss": float("nan"), "note": "text"} for batch in range(3)]
 
-
-class Recorder:
-    """Keeps what it is given. fails_at: the batch at which it cannot go on."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.lines: list[Line] = []
-        self.fails_at = fails_at
-        self.closed = False
-
-    def log(self, line: Line) -> None:
-        if line["batch"] == self.fails_at:
-            raise LoggerError("the service is away")
-        self.lines.append(line)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def refused() -> Recorder:
-    raise LoggerError("no such server")
+STAND_IN = """
+import json, os, sys, time
+answers = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+print("a library that is chatty")
+name, kept = sys.argv[1], open(os.environ["KEPT"] + "/" + sys.argv[1], "w", buffering=1)
+for line in sys.stdin:
+    if '"batch":1' in line and name == "wandb":
+        time.sleep(600)
+    if '"batch":1' in line and name == "mlflow":
+        answers.write(json.dumps({"error": "503\\nthe server is away"}) + "\\n")
+        time.sleep(600)
+    kept.write(line)
+    answers.write("{}\\n")
+"""
+"""The process of a logger: "wandb" hangs at batch 1, "mlflow" fails there and does not end, "tensorboard" is well."""
 
 
-def test_lines_arrive_in_order_and_a_logger_that_fails_is_left_out():
-    whole, broken = Recorder(), Recorder(fails_at=1)
-    feed = LoggerFeed([refused, lambda: broken, lambda: whole])
-    feed.put(LINES)
-    feed.close()
-    assert [line["batch"] for line in whole.lines] == [0, 1, 2]
-    assert [line["batch"] for line in broken.lines] == [0]
-    assert (whole.closed, broken.closed) == (True, False)
-
-
-def test_a_service_that_hangs_does_not_keep_the_run_from_ending():
-    answers = threading.Event()
-
-    class Hanging(Recorder):
-        def log(self, line: Line) -> None:
-            answers.wait(30.0)
-
-    feed = LoggerFeed([Hanging])
-    feed.put(LINES)
-    feed.close(wait_s=0.01)
-    assert not answers.is_set()
-    answers.set()
-
-
-def write(path: Path, lines: list[dict[str, Any]]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("KEPT", str(tmp_path))
+    monkeypatch.setattr(
+        loggers, "python_module", lambda _, *arguments: [sys.executable, "-S", "-c", STAND_IN, *arguments]
+    )
+    rundir = RunDir(tmp_path / "run")
+    rundir.logs.mkdir(parents=True)
+    return rundir
 
 
 def chosen(*names: Any) -> Settings:
     return Settings(run=RunSettings(loggers=list(names)))
 
 
-async def test_new_lines_are_passed_on_and_those_of_before_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    arrived, loop = asyncio.Event(), asyncio.get_running_loop()
+def kept(rundir: RunDir, name: str) -> list[int]:
+    lines = (rundir.path.parent / name).read_text().splitlines()
+    return [json.loads(line)["batch"] for line in lines[1:] if line]
 
-    class Announcing(Recorder):
-        def log(self, line: Line) -> None:
-            super().log(line)
-            loop.call_soon_threadsafe(arrived.set)
 
-    recorder = Announcing()
-    monkeypatch.setattr(loggers, "opener", lambda *_: lambda: recorder)
+async def test_one_that_hangs_and_one_that_fails_are_left_out_alone_and_it_is_said(
+    stand_in: RunDir, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loggers, "ANSWER_S", 1.0)
+    notes: list[str] = []
+    names = ["wandb", "mlflow", "tensorboard"]
+    feed = LoggerFeed(names, Settings(), stand_in, notes.append)  # type: ignore[arg-type]
+    feed.put(LINES)
+    await feed.close(wait_s=20.0)
+    assert kept(stand_in, "tensorboard") == [0, 1, 2]
+    assert kept(stand_in, "wandb") == kept(stand_in, "mlflow") == [0]
+    reasons = {one.name: one.why for one in read_left_out(stand_in.path)}
+    assert reasons == {"mlflow": "503 the server is away", "wandb": "it took no line for 1 s"}
+    assert len(notes) == 2
+    assert all(note.startswith("warning: logger ") and "is left out since 20" in note for note in notes)
+
+
+async def test_a_service_that_hangs_does_not_keep_the_run_from_ending(stand_in: RunDir):
+    feed = LoggerFeed(["wandb"], Settings(), stand_in, lambda _: None)
+    feed.put(LINES)
+    await feed.close(wait_s=0.1)
+    assert [one.why for one in read_left_out(stand_in.path)] == ["it did not take the last lines in time"]
+
+
+async def test_new_lines_are_passed_on_and_those_of_before_are_not(stand_in: RunDir, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loggers, "POLL_S", 0.001)
-    rundir = RunDir(tmp_path)
-    write(rundir.metrics, LINES[:1])
-    async with asyncio.timeout(30), logging_metrics(chosen("tensorboard"), rundir):
-        write(rundir.metrics, LINES[1:2])
-        await arrived.wait()
-        write(rundir.metrics, LINES[2:])
-    assert [line["batch"] for line in recorder.lines] == [1, 2]
-    assert recorder.closed
+
+    def write(lines: list[dict[str, Any]]) -> None:
+        with stand_in.metrics.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    write(LINES[:1])
+    stand_in.loggers.write_text("of an earlier start")
+    async with asyncio.timeout(30), logging_metrics(chosen("tensorboard"), stand_in):
+        write(LINES[1:2])
+        await asyncio.sleep(0.01)
+        write(LINES[2:])
+    assert kept(stand_in, "tensorboard") == [1, 2]
+    assert read_left_out(stand_in.path) == []
 
 
-async def test_without_loggers_nothing_is_started(tmp_path: Path):
-    before = threading.active_count()
-    async with logging_metrics(Settings(), RunDir(tmp_path)):
-        assert threading.active_count() == before
+async def test_a_service_that_lets_nobody_in_is_said_before_the_run_begins(
+    stand_in: RunDir, monkeypatch: pytest.MonkeyPatch
+):
+    said = 'print(\'{"error": "no API key"}\') if "wandb" in sys.argv else time.sleep(60)'
+    monkeypatch.setattr(
+        loggers,
+        "python_module",
+        lambda _, *arguments: [sys.executable, "-S", "-c", f"import sys, time; {said}", *arguments],
+    )
+    monkeypatch.setattr(loggers, "check_installed", lambda _: None)
+    with pytest.raises(ConfigError, match=r"wandb cannot be used: no API key; log in with `wandb login` .*=offline"):
+        await check_loggers(["wandb"])
+    with pytest.raises(
+        ConfigError, match=r"mlflow cannot be used: it did not answer within 0 s; .*MLFLOW_TRACKING_URI"
+    ):
+        await check_loggers(["mlflow"], wait_s=0.1)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -113,27 +129,10 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_no_secret_is_sent():
     secret = "hunter2"
     settings = Settings(broker=BrokerSettings(url=f"redis://:{secret}@host", password=secret))
-    api = {"api": msgspec.structs.replace(settings.api, secret=secret)} if hasattr(settings, "api") else {}
-    shown = loggers.public_settings(msgspec.structs.replace(settings, **api))
+    api = msgspec.structs.replace(settings.api, secret=secret)
+    shown = loggers.public_settings(msgspec.structs.replace(settings, api=api))
     assert secret not in str(shown)
     assert shown["trainer.lr"] == settings.trainer.lr
-
-
-def feed_three(name: str, run_dir: Path) -> None:
-    logger: Callable[[], loggers.MetricsLogger] = loggers.opener(name, Settings(), run_dir)
-    opened = logger()
-    for line in LINES:
-        opened.log(line)
-    opened.close()
-
-
-def test_tensorboard_reads_what_was_written(tmp_path: Path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    feed_three("tensorboard", tmp_path)
-    read = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert sorted(read.Tags()["tensors"]) == ["reward/reward", "run/batch"]
-    points = [(point.step, point.tensor_proto.float_val[0]) for point in read.Tensors("reward/reward")]
-    assert points == [(0, 0.0), (1, 0.5), (2, 1.0)]
 
 
 def test_an_evaluation_stands_where_its_version_begins():
@@ -141,29 +140,18 @@ def test_an_evaluation_stands_where_its_version_begins():
     assert loggers.step_of({"eval": 2, "version": 8}) == 8
 
 
-def test_a_directory_that_cannot_be_written_is_a_named_error(tmp_path: Path):
-    pytest.importorskip("tensorboard")
-    (tmp_path / "tensorboard").write_text("in the way")
-    with pytest.raises(LoggerError, match="tensorboard"):
-        feed_three("tensorboard", tmp_path)
-
-
-def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb", reason="extra wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    feed_three("wandb", tmp_path)
-    identity = (tmp_path / "wandb.id").read_text()
-    assert list(tmp_path.rglob(f"run-{identity}.wandb"))
-
-
-def test_mlflow_takes_every_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    mlflow = pytest.importorskip("mlflow", reason="extra mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a server is what users have; its protocol is the client's
-    feed_three("mlflow", tmp_path)
-    client = mlflow.MlflowClient()
-    experiment = client.get_experiment_by_name(loggers.PROJECT)
-    (run,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(run.info.run_id, "reward/reward")
-    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 0.5), (2, 1.0)]
-    assert run.info.status == "FINISHED"
+def test_links_of_a_logger_make_no_run_foreign_and_others_do(tmp_path: Path):
+    """As wandb has made them in every run's directory since its first version."""
+    inside = tmp_path / "wandb"
+    inside.mkdir()
+    (inside / "latest-run").symlink_to("offline-run-1")
+    (inside / "debug.log").symlink_to("/nowhere")
+    RunDir(tmp_path).check_own()
+    (tmp_path / "logs").symlink_to(inside)
+    with pytest.raises(ForeignError, match="logs is not a plain file or directory"):
+        RunDir(tmp_path).check_own()
+    (tmp_path / "logs").unlink()
+    os.rename(inside, tmp_path / "elsewhere")
+    inside.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ForeignError, match="wandb is not a plain file or directory"):
+        RunDir(tmp_path).check_own()

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.config.load import resolve
 from orchestrator.errors import ConfigError, DataError
+from orchestrator.launch.checks import check_inputs, remarks
 from orchestrator.prompts.dataset import Problem, Problems, load_problems
 from orchestrator.prompts.source import (
     PromptEncoder,
@@ -26,9 +27,9 @@ from orchestrator.prompts.source import (
     sampling_of_sets,
     write_held_out,
 )
-from transport.contracts.messages import SlotOutcome
+from transport.contracts.messages import MAX_MESSAGE_BYTES, HeldOutPromptsArrived, PromptRef, SlotOutcome, encode
 from transport.contracts.settings import DataSettings, Settings
-from transport.contracts.types import GroupId, PromptId
+from transport.contracts.types import GroupId, PromptId, SamplingParams
 from workers.models import character_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "gsm8k_sample.jsonl"
@@ -241,6 +242,30 @@ def test_several_sets_of_held_out_problems_each_with_its_samples(model_dir: Path
     assert [line["eval_set"] for line in lines] == ["easy", "easy", "hard", "hard", "hard"], "each problem once"
 
 
+def test_an_evaluation_of_more_answers_than_one_message_names_is_refused(model_dir: Path):
+    """The journal took an event that its reader then refused: the run could neither be audited nor resumed."""
+    sets = ["eval.sets.many.samples=4096", "eval.problems=4"]
+    check_inputs(settings("eval.every=1", *sets))
+    encoded = held_out(settings(*sets), model_dir).next(16_384).prompts
+    assert len({id(prompt) for prompt in encoded}) == 4, "each problem is encoded once"
+    event = HeldOutPromptsArrived(
+        prompts=tuple(
+            PromptRef(
+                prompt_id=PromptId(f"{'s' * 64}:{'d' * 150}"),
+                prompt_tokens=2**20,
+                predicted_tokens=0.1,
+                eval_set="s" * 64,
+                sampling=SamplingParams(max_new_tokens=2**20, temperature=0.7),
+            )
+            for _ in encoded
+        )
+    )
+    assert len(encode(event)) < MAX_MESSAGE_BYTES
+    with pytest.raises(DataError, match=r"eval\.every: one evaluation asks for 20480 answers .* takes 16384 at most"):
+        check_inputs(settings("eval.every=1", *sets, "eval.problems=5"))
+    check_inputs(settings(*sets, "eval.problems=5"))
+
+
 def test_sets_of_a_task_differ_by_its_parameters(model_dir: Path):
     hard = ["eval.sets.hard.params={min_digits=3, max_digits=3}", "eval.sets.hard.problems=4"]
     problems = load_problems(settings("eval.sets.same={}", *hard)).held_out
@@ -378,6 +403,7 @@ def test_a_chat_history_may_stand_in_the_column_messages(tmp_path: Path, model_d
         ([{"role": "user", "content": ""}], r"rows\.jsonl, row 2: column 'messages' must be text that is not empty"),
         ([], r"rows\.jsonl, row 2: column 'messages' must be text that is not empty"),
         ({"role": "user"}, r"rows\.jsonl, row 2: column 'messages' must be text"),
+        ([{"role": "usr", "content": "4"}], r"row 2: .*role 'usr', which no chat template knows .did you mean user"),
         ([{"role": "assistant", "content": "4"}], r"rows\.jsonl, row 2: the messages .* end with the assistant's"),
     ],
 )
@@ -389,13 +415,12 @@ def test_a_bad_chat_history_is_named_with_file_and_line(tmp_path: Path, messages
 
 def test_a_chat_history_that_the_template_refuses_is_named(tmp_path: Path, model_dir: Path):
     strict = character_tokenizer()
-    strict.chat_template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
-    )
+    refusing = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    strict.chat_template = "{% for m in messages %}" + refusing + "{{ m.content }}{% endfor %}"
     strict.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
     rows = [{"messages": [{"role": role, "content": "x"}], "answer": 1} for role in ("user", "tool")]
-    with pytest.raises(DataError, match=r"rows\.jsonl/2: the model's chat template refuses the prompt: no tools"):
+    with pytest.raises(DataError, match=r"rows\.jsonl/2: the model's chat template refuses messages of tool: no tools"):
         open_source(of_rows(tmp_path, rows, "eval.problems=0"), tmp_path)
 
 
@@ -553,7 +578,7 @@ def test_without_chat_template(tokenizer: PreTrainedTokenizerFast):
 def test_a_template_that_refuses(tokenizer: PreTrainedTokenizerFast):
     strict = character_tokenizer()
     strict.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(DataError, match="chat template refuses the prompt: no system role"):
+    with pytest.raises(DataError, match="chat template refuses messages of user: no system role"):
         PromptEncoder(strict, DataSettings()).render("x")
 
 
@@ -608,3 +633,85 @@ def test_a_broken_tokenizer(model_dir: Path, tmp_path: Path):
 def test_a_source_of_one_problem_never_ends(tokenizer: PreTrainedTokenizerFast):
     source = ShuffledSource([problem(0, 3)], PromptEncoder(tokenizer, DataSettings()), seed=0, shuffle=True, passes=0)
     assert names(source, 3) == ["p/0"] * 3
+
+
+# --- answers and files from elsewhere ---------------------------------------------------------------------------------
+
+
+OWN = "scoring.reward="
+"""Our own verifier compares."""
+NESTED = [{"prompt": f"{n} + 1?", "reward_model": {"style": "rule", "truth": [str(n + 1), "?"]}} for n in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("column", "answer"),
+    [
+        ("reward_model.truth", ["1", "?"]),  # spellings that are all right
+        ("reward_model.truth.0", "1"),
+    ],
+)
+def test_a_column_may_be_within_another(tmp_path: Path, column: str, answer: object) -> None:
+    first = load_problems(of_rows(tmp_path, NESTED, f"data.answer_column={column}", OWN, "eval.problems=0")).training[0]
+    assert json.loads(first.entry_json)["answer"] == answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (
+            {"style": "rule", "ground_truth": "4"},
+            r'an object with the keys .*set data.answer_column = "answer.ground_truth"',
+        ),
+        ([{"text": "4"}], "is a list, and not one of texts or numbers"),
+        ([], "is a list, and not one of texts or numbers"),
+        (None, r"has no answer \(null\)"),
+        ("  ", "is empty"),
+        ("reasoning, and nothing behind it ####", "is empty"),
+        ("4" * 1_100_000, "has 1100000 characters"),
+    ],
+)
+def test_an_answer_that_cannot_be_compared_is_named_with_its_row(tmp_path: Path, answer: object, says: str) -> None:
+    rows = [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": "3 + 1?", "answer": answer}]
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 2: .*{says}"):
+        load_problems(of_rows(tmp_path, rows, OWN))
+    every = "eval.problems=0"
+    assert load_problems(of_rows(tmp_path, rows, "scoring.reward=mine:reward", every)).training, "it reads any answer"
+    assert load_problems(of_rows(tmp_path, rows, OWN, every), scored=False).training
+
+
+def test_a_column_that_is_not_in_its_row_is_named(tmp_path: Path) -> None:
+    says = r"row 1: no column 'reward_model.gold'; 'gold' is not in it; it has 'prompt', 'reward_model'"
+    with pytest.raises(DataError, match=says):
+        load_problems(of_rows(tmp_path, NESTED, "data.answer_column=reward_model.gold"))
+
+
+def test_files_may_be_named_by_a_glob_a_directory_or_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/rows.jsonl", "b/rows.jsonl", "b/others.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"prompt": name, "answer": "1"}) + "\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def ids(path: str) -> list[str]:
+        asked = settings("data.source=jsonl", f"data.path={path}", "eval.problems=0")
+        return [one.prompt_id for one in load_problems(asked).training]
+
+    assert ids(f"{tmp_path}/*/rows.jsonl") == ids("~/*/rows.jsonl") == ["a/rows.jsonl/1", "b/rows.jsonl/1"]
+    assert ids("~/a/rows.jsonl") == ids("~/a") == ["rows.jsonl/1"]
+    for nothing in ("~/c*/rows.jsonl", f"{tmp_path}"):
+        with pytest.raises(DataError, match=r"data.path: .* names no file"):
+            ids(nothing)
+
+
+def test_what_is_held_out_is_not_trained_on_with_other_white_space_and_is_counted(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps({"prompt": "question 1", "answer": "1"}) + "\n")
+    rows = [*questions(3), {"prompt": " question  1\n", "answer": "1"}, {"prompt": "question 2 ", "answer": "2"}]
+    loaded = load_problems(of_rows(tmp_path, rows, f"eval.path={held}", "eval.problems=1"))
+    assert [one.question for one in loaded.training] == ["question 0", "question 2", "question 2 "]
+    assert (loaded.also_held_out, loaded.repeated) == (2, 1)
+    assert remarks(settings(), loaded)[:2] == [
+        "2 rows ask what a held-out row asks, and stay out of training",
+        "1 row repeats the prompt of another row of the training data",
+    ]

@@ -15,9 +15,9 @@ from workers.scoring.rewards import (
     Scorer,
     build_reward,
     read_entry,
-    read_reward,
     reward_spec,
 )
+from workers.scoring.user_reward import UserReward, read_reward
 
 MARKER = "Answer:"
 
@@ -116,6 +116,94 @@ def test_a_function_returns_a_number_or_a_dict_with_a_reward(returned: object, r
 def test_anything_else_is_an_error_and_no_zero(returned: object) -> None:
     with pytest.raises(RewardError):
         read_reward(returned)
+
+
+ROW = {"question": "2 + 3 = ?", "answer": "5", "metadata": {"level": 2, "data_source": "sums", "solution": "2 + 3 = 5"}}
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {
+        "score": float((data_source, ground_truth, extra_info["level"]) == ("sums", "5", 2) and "5" in solution_str)
+    }
+
+
+def of_verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(str(truth) in text) for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+
+def of_trl(prompts, completions, answer, **columns):
+    assert (prompts, columns["level"], columns["solution"]) == (["2 + 3 = ?"], [2], ["2 + 3 = 5"])
+    return [1.0 if right in text else 0.0 for text, right in zip(completions, answer, strict=True)]
+
+
+def of_trl_with_a_column(completions, solution):
+    return [float(text in column) for text, column in zip(completions, solution, strict=True)]
+
+
+def of_openrlhf(queries, prompts, labels):
+    said = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    return {"rewards": np.array([float(label in text) for label, text in zip(labels, said, strict=True)])}
+
+
+def of_reasoning_gym(answer, entry):
+    return float(answer == entry["answer"])
+
+
+def by_column(response, level):
+    return float(response == "5" and level == 2)
+
+
+def in_another_order(entry, response, prompt):
+    return float(entry["answer"] == response and prompt == "asked: 2 + 3 = ?")
+
+
+def without_names(a, b, c, strict=True):
+    return float(b == c["answer"] and strict)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *[of_verl, of_verl_batch, of_trl, of_trl_with_a_column, of_openrlhf, of_reasoning_gym, by_column],
+        *[in_another_order, without_names, lambda *args: float(args[1] == args[2]["answer"])],
+    ],
+)
+def test_a_reward_of_another_trainer_gets_what_its_parameters_are_called(function) -> None:
+    reward = UserReward("mine:reward", function)
+    assert reward("asked: 2 + 3 = ?", "5", ROW).value == 1.0
+    if function is not of_trl_with_a_column:
+        assert reward("asked: 2 + 3 = ?", "6", ROW).value == 0.0
+
+
+def test_completions_of_a_conversation_are_messages_as_in_trl() -> None:
+    def reward(prompts, completions):
+        return [float(said[0]["content"] == "5") + len(asked) for asked, said in zip(prompts, completions, strict=True)]
+
+    entry = {**ROW, "messages": [{"role": "user", "content": "?"}]}
+    assert UserReward("mine:reward", reward)("text", "5", entry).value == 2.0
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda args, sample: 1.0, "'args' is of another trainer"),
+        (lambda prompt, entry: 1.0, "none of them is the response"),
+        (lambda prompt, responses: 1.0, "'prompt' is of one response, and others are of several"),
+        (lambda response, completion_ids: 1.0, "'completion_ids' is of another trainer"),
+        (lambda **columns: 1.0, "none of them is the response"),
+    ],
+)
+def test_a_reward_that_wants_something_else_is_refused_with_the_line_to_write(function, says: str) -> None:
+    with pytest.raises(RewardSetupError, match=rf"{says}.*def reward\(prompt, response, entry\): return reward"):
+        UserReward("mine:reward", function)
+
+
+def test_a_parameter_that_is_no_column_is_named_with_the_columns() -> None:
+    reward = UserReward("mine:reward", lambda response, difficulty: 1.0)
+    with pytest.raises(
+        RewardError, match=r"'difficulty' is neither a known name nor a column of the row \(answer, .*level"
+    ):
+        reward("", "5", ROW)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_every_setting_stands_in_the_table_with_default_unit_and_reason():
     rows = [line for line in settings_table().splitlines() if line.startswith("| `")]
     assert len(rows) == len(FIELDS | ENTRIES)
     lease = next(row for row in rows if "a worker silent for so long" in row)
-    assert lease.startswith("| `lease_s` | `10.0` | a number > 0 (seconds) | a worker silent")
+    assert lease.startswith("| `lease_s` | `10.0` | a number >= 1 (seconds) | a worker silent")
     assert expected_type("tensors.min_mb_s") == "a number > 0 (MB/s)"
     assert "(environment: STREAMRL_BROKER_PASSWORD)" in next(row for row in rows if "`password`" in row)
     assert not [row for row in rows if row.endswith("\\ |")]
@@ -54,7 +54,7 @@ def test_the_command_explains_a_setting_and_a_section():
         return CliRunner().invoke(app, ["settings", *names], catch_exceptions=False).stdout
 
     assert explain("liveness.lease_s").startswith(
-        "liveness.lease_s = 10.0\n    a number > 0 (seconds)\n    a worker silent"
+        "liveness.lease_s = 10.0\n    a number >= 1 (seconds)\n    a worker silent"
     )
     assert explain("trainer.lora").count("\ntrainer.lora.") == len(keys_of("trainer.lora")) > 0
     inside = [*keys_of("trainer"), *keys_of("trainer.parallel"), *keys_of("trainer.lora")]

@@ -42,7 +42,7 @@ async def test_a_worker_says_where_it_is_until_the_run_is_over(driver: FakeDrive
     take_gpus("1")
     broker, idle = MemoryBroker(MemoryServer(), RunName("r")), Idle()
     defaults = Settings()
-    liveness = msgspec.structs.replace(defaults.liveness, heartbeat_s=0.01)
+    liveness = msgspec.structs.replace(defaults.liveness, heartbeat_s=0.1)
     await broker.put_meta(keys.SETTINGS, encode(msgspec.structs.replace(defaults, liveness=liveness)))
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Idle:

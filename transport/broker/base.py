@@ -21,10 +21,14 @@ that a late insert cannot leak memory and no memory of dropped groups is needed;
 did the first time, so an entry is appended once per call. Only when BrokerUnavailableError reaches the caller is it
 unknown whether the write happened; calling again is then safe for rows and for explicit ids.
 
+**One run a name**: the broker keeps the id of the run that has a name (``hold_run``, ``join_run``), and whatever a
+process of a run sends is refused where the name is another run's (OtherRunError), in the step itself. Where no run has
+the name, because the broker lost its data, a process waits until one that started the run has claimed it again.
+
 **Fences**: a role (orchestrator, trainer) holds an epoch; a write that carries an older epoch raises FencedError. One
 that carries a newer epoch than the broker knows (it lost its tail) restores it.
 
-Errors: BrokerUnavailableError (retry), BrokerRejectedError, FencedError; MessageError for a payload over
+Errors: BrokerUnavailableError (retry), BrokerRejectedError, FencedError, OtherRunError; MessageError for a payload over
 MAX_MESSAGE_BYTES, ValueError for a call that can never be right. Nothing blocks longer than its ``wait_s`` plus, when
 the broker went away, the outage that the client waits for.
 """
@@ -90,6 +94,33 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     epoch: int
+
+
+class RunClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a run, as its broker knows it.
+
+    run_id: made with the run's journal, equal at every start of it.  start: made at each start.  directory, host: where
+    the run is, for people.  place: of this directory on this host, to compare.
+    """
+
+    run_id: str
+    start: str
+    directory: str
+    host: str
+    place: str
+
+
+class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """The run that has a name on a broker. age_s: seconds since its newest start, by the broker's clock; None: unknown.
+    is_live: it renewed its claim within the last ALIVE_S seconds."""
+
+    claim: RunClaim
+    age_s: float | None
+    is_live: bool
+
+
+ALIVE_S = 30.0
+"""Time to live of a claim, renewed every few seconds: longer than a busy machine keeps a process waiting."""
 
 
 class Append(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,8 +265,9 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who answers."""
 
     version: str
-    boot_id: str  # changes when the server restarts
+    boot_id: str  # changes when the server restarts, and when it holds the caller's run anew
     address: str
+    uptime_s: float = float("inf")
 
 
 def parse_entry_id(entry_id: str) -> tuple[int, int]:
@@ -252,14 +284,53 @@ class Broker(Protocol):
     @property
     def run(self) -> RunName: ...
 
+    @property
+    def run_id(self) -> str:
+        """Id of the run that this process is of; "" before ``hold_run`` or ``join_run``: then nothing is compared."""
+        ...
+
     # -- who answers, who may write
     def away(self) -> Away | None:
         """Since when and why the broker does not answer this process; None while it does. From memory, at once."""
         ...
 
     async def info(self) -> ServerInfo: ...
+    async def owner(self) -> RunOwner | None:
+        """The run that has this name here; None: no run has."""
+        ...
+
+    async def hold_run(self, claim: RunClaim, *, after: str = "") -> None:
+        """Claim the name for a start of a run, or renew that claim; this process is of the run from now on.
+
+        The name must be free, or held by this start, or by the start ``after`` of the same run. Where the broker loses
+        its data later, this process claims the name again by itself.
+        Raises: OtherRunError: another run, or another start of this one, has the name. Nothing was changed.
+        """
+        ...
+
+    async def leave_run(self) -> None:
+        """The start that this process claimed is not live any more. Its run keeps the name."""
+        ...
+
+    async def forget_run(self) -> None:
+        """Remove all that the broker holds of the run that this process claimed; its name is free again.
+
+        Raises BrokerRejectedError: the broker's user may not list keys (docs/broker.md): all of it is kept."""
+        ...
+
+    async def join_run(self, run_id: str = "") -> str:
+        """This process is of the run ``run_id`` from now on; "": of the run that has the name now, if any has.
+
+        Returns the id, "" where no run has the name (one of an earlier version, or a client's own): then nothing is
+        compared."""
+        ...
+
     async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
-        """Raise the role's epoch by one (and above ``at_least``) and return it; the former holder is fenced off."""
+        """Raise the role's epoch by one (and above ``at_least``) and return it; the former holder is fenced off.
+
+        A process that claimed the run (``hold_run``) claims it again in the same step; one that joined it takes no
+        epoch unless its run has the name. Raises OtherRunError.
+        """
         ...
 
     async def next_incarnation(self, name: str) -> int: ...  # 1, 2, 3, ... for each process of this name in the run

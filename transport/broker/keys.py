@@ -29,6 +29,8 @@ PENDING = "pending"  # JSON {process: reason}: what an engine was asked to start
 STATUS = "status"  # the orchestrator's view, JSON, a few times a second while it lives (with a time to live)
 
 # What the broker keeps for itself; the Lua scripts get these names from here (redis_link.py).
+OWNER = "owner"  # hash: the run that has this name here (base.RunClaim), and since when
+OWNER_ALIVE = "owner-alive"  # the start of that run that is live (with a time to live)
 EPOCHS = "epochs"  # hash: role -> fencing epoch
 INCARNATIONS = "incarnations"  # hash: name -> number of processes that carried it
 RETAINED_BYTES = "retained-bytes"  # counter: bytes of all column values
@@ -36,6 +38,8 @@ TASK_SPECS = "task-specs"  # hash: task -> its unit and columns, JSON
 MARK = "mark"  # what the writer of commands left with its last step (base.Mark)
 STREAMS = "streams"  # set: short names of all streams, so that listing them scans nothing
 WORKERS = "workers"  # set: workers that ever beat and whose lease has not been seen to end
+WORKERS_GROUP = "workers"  # the consumer group of every work queue, with "-" and the run's id behind it
+META_PREFIX = "meta:"
 LEASE_PREFIX, ROW_PREFIX, GROUP_PREFIX = "lease:", "row:", "group:"
 SHARED_PREFIX = "rows:"  # in the hash of a group: a column of all its rows (base.Block.shared)
 READY_PREFIX, NOTICED_PREFIX = "ready:", "noticed:"
@@ -93,7 +97,7 @@ def lease(run: RunName, worker: WorkerId) -> str:
 
 
 def meta(run: RunName, name: str) -> str:
-    return full(run, f"meta:{name}")
+    return full(run, f"{META_PREFIX}{name}")
 
 
 def session(run: RunName, client: str, slot: int) -> str:

@@ -34,7 +34,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from transport.broker import keys
-from transport.broker.base import MAX_DEAD_LETTERS
+from transport.broker.base import ALIVE_S, MAX_DEAD_LETTERS
 from transport.broker.primary import Watchers, check_primary, watchers_of
 from transport.broker.reach import Away, Reach
 from transport.contracts.types import USER_PREFIX
@@ -324,7 +324,7 @@ class RedisLink:
                 watchers.arguments.pop("db", None)
         self._connections = _Connections(kind, arguments, watchers)
         self._uses_tls = issubclass(kind, SSLConnection)
-        self._outage_s = outage_s
+        self.outage_s = outage_s
         self._timeout_s = timeout_s
         self.max_block_s = timeout_s / 2
         self.address = arguments.get("path") or f"{arguments.get('host', 'localhost')}:{arguments.get('port', 6379)}"
@@ -338,10 +338,12 @@ class RedisLink:
         """One idempotent command. block_s: for which the server may hold its answer back."""
         return (await self.pipeline([arguments], block_s=block_s))[0]
 
-    async def script(self, name: str, key: str, prefix: str, number: int, request: ScriptCall) -> Reply:
+    async def script(
+        self, name: str, key: str, prefix: str, number: int, request: ScriptCall, *, run_id: str = ""
+    ) -> Reply:
         """One script of scripts/, loaded when the server does not know it (it forgets them when it restarts)."""
         sha, text = _script(name)
-        arguments: Command = (1, key, prefix, number, _encoder.encode(request.body), *request.blobs)
+        arguments: Command = (1, key, prefix, number, _encoder.encode(request.body), run_id, *request.blobs)
         try:
             return await self.command("EVALSHA", sha, *arguments)
         except ReplyError as error:
@@ -359,12 +361,12 @@ class RedisLink:
         now_s = asyncio.get_running_loop().time
         while True:
             due_s = now_s() + block_s
-            left_s = deadline_s - now_s() if deadline_s else block_s + max(1.0, self._outage_s)
+            left_s = deadline_s - now_s() if deadline_s else block_s + max(1.0, self.outage_s)
             limit_s = min(self._timeout_s, max(pause_s, left_s))
             try:
                 return await self._exchange(commands, block_s, limit_s)
             except BrokerUnavailableError:
-                deadline_s = deadline_s or min(due_s, now_s()) + self._outage_s
+                deadline_s = deadline_s or min(due_s, now_s()) + self.outage_s
                 if now_s() + pause_s > deadline_s:
                     raise
             await asyncio.sleep(pause_s)
@@ -510,6 +512,11 @@ def _pool_arguments(url: str, key: str, password: str, tls: Tls) -> tuple[dict[s
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 _KEY_NAMES: dict[str, str | int] = {
+    "owner": keys.OWNER,
+    "owner_alive": keys.OWNER_ALIVE,
+    "alive_ms": int(1000 * ALIVE_S),
+    "workers_group": keys.WORKERS_GROUP,
+    "meta": keys.META_PREFIX,
     "epochs": keys.EPOCHS,
     "incarnations": keys.INCARNATIONS,
     "retained_bytes": keys.RETAINED_BYTES,
@@ -529,6 +536,9 @@ _KEY_NAMES: dict[str, str | int] = {
     "max_dead": MAX_DEAD_LETTERS,
 }
 
+CLAIMING = ("hold_run", "acquire_epoch", "leave_run")
+"""Scripts that compare the run's id themselves."""
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -537,7 +547,8 @@ def _script(name: str) -> tuple[str, str]:
     """What EVALSHA calls ``scripts/<name>.lua``, and its text behind the key names and the prelude."""
     folder = files("transport.broker.scripts")
     names = ", ".join(f"{name} = {value!r}" for name, value in _KEY_NAMES.items())
-    parts = [folder.joinpath(f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name)]
+    before = ("prelude",) if name in CLAIMING else ("prelude", "guard")
+    parts = [folder.joinpath(f"{part}.lua").read_text(encoding="utf-8") for part in (*before, name)]
     text = "\n".join([f"local KEY = {{ {names} }}", *parts])
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), text
 
@@ -552,4 +563,4 @@ class ScriptCall:
     def blob(self, value: bytes) -> int:
         """Add a binary value. Returns what stands for it in a list of the body (see ``resolve`` in prelude.lua)."""
         self.blobs.append(value)
-        return len(self.blobs) + 3
+        return len(self.blobs) + 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import ceil
 from typing import TypeVar, cast
@@ -31,6 +31,8 @@ from transport.broker.base import (
     Mark,
     Pending,
     RowWrite,
+    RunClaim,
+    RunOwner,
     ServerInfo,
     StreamWrite,
     Withdrawal,
@@ -44,22 +46,26 @@ from transport.broker.base import (
     parse_entry_id,
     without_blocks,
 )
+from transport.broker.ownership import describe, of_another_run
 from transport.broker.reach import Away
 from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError, ScriptCall, Tls
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
-from transport.errors import BrokerRejectedError, FencedError, TailLostError
+from transport.errors import BrokerRejectedError, BrokerUnavailableError, FencedError, TailLostError
 
 BULKY_BYTES = 1024  # where the values of a row have more on average, each is sent on its own
 NUM_SLOTS = 32  # writes of one process that may be under way at once; each slot costs the server one small key
-_GROUP = "workers"  # the consumer group, as in prelude.lua
 COMMANDS = (
     *("ping", "info", "role", "eval", "evalsha", "exists", "del", "unlink", "get", "set", "incrby", "decrby"),
     *("hget", "hset", "hsetnx", "hmget", "hgetall", "hdel", "hexists", "hincrby", "hkeys", "hstrlen"),
     *("sadd", "srem", "smembers", "xadd", "xlen", "xrange", "xrevrange", "xread", "xreadgroup", "xack", "xclaim"),
-    *("xdel", "xtrim", "xpending", "xgroup|create", "xinfo|stream", "xinfo|groups"),
+    *("xdel", "xtrim", "xpending", "xgroup|create", "xinfo|stream", "xinfo|groups", "time"),
 )
 """All that a run sends, its scripts included; what the access list of its user has to allow (docs/broker.md)."""
+_NO_RUN, _OTHER_RUN = "NORUN", "OTHERRUN"
+NO_RUN_POLL_S = 0.05
+"""Before the first repetition of a call for which the broker holds no run; the pause doubles up to a second."""
+FORGOTTEN_AT_ONCE = 1000
 _NO_GROUP = ("NOGROUP", "UNBLOCKED")
 """The queue is not there (any more): it was never written to, or was deleted while a claim waited on it."""
 
@@ -104,6 +110,8 @@ class RedisBroker:
 
     def __init__(self, link: RedisLink, run: RunName) -> None:
         self.run = run
+        self.run_id = ""
+        self._claim: RunClaim | None = None
         self._link = link
         self._prefix = keys.full(run, "")
         self._session = _Session()
@@ -113,6 +121,11 @@ class RedisBroker:
 
     def away(self) -> Away | None:
         return self._link.away()
+
+    @property
+    def _group(self) -> str:
+        """The consumer group of this run's queues, as in prelude.lua."""
+        return f"{keys.WORKERS_GROUP}-{self.run_id}" if self.run_id else keys.WORKERS_GROUP
 
     # -- how requests are sent
     def _key(self, name: str) -> str:
@@ -125,17 +138,67 @@ class RedisBroker:
         async with self._session.next_call() as (slot, number):
             key = keys.session(self.run, self._session.client, slot)
             try:
-                return await self._link.script(script, key, self._prefix, number, request)
+                return await self._script(script, key, number, request)
             except ReplyError as error:
                 if fence is not None and error.code == "FENCED":
-                    raise FencedError(fence.role, fence.epoch, int(error.message.split()[-1])) from None
+                    current, owner = int(error.message.split()[-1]), await self.owner()
+                    newest = describe(owner) if owner is not None else ""
+                    raise FencedError(fence.role, fence.epoch, current, newest) from None
                 if error.code == "TAILLOST":
                     raise TailLostError(f"broker {self._link.address}: {error.message}") from None
                 raise
 
     async def _again(self, script: str, **body: object) -> Reply:
         """Run a script that may run any number of times."""
-        return await self._link.script(script, self._prefix, self._prefix, 0, ScriptCall(body))
+        return await self._script(script, self._prefix, 0, ScriptCall(body))
+
+    async def _script(self, script: str, key: str, number: int, request: ScriptCall) -> Reply:
+        return await self._of_this_run(
+            lambda: self._link.script(script, key, self._prefix, number, request, run_id=self.run_id)
+        )
+
+    async def _read(self, commands: Sequence[Command], *, block_s: float = 0.0) -> list[Reply]:
+        """Reads in one round trip. They count only if this run has the name at their end.
+
+        block_s: for which the server may hold its answer back.
+        """
+        if not self.run_id:
+            return await self._link.pipeline(commands, block_s=block_s)
+
+        async def read() -> list[Reply]:
+            *replies, held = await self._link.pipeline(
+                [*commands, ("HGET", self._key(keys.OWNER), "run_id")], block_s=block_s
+            )
+            if held != self.run_id.encode():
+                raise ReplyError(self._link.address, _NO_RUN if held is None else _OTHER_RUN)
+            return replies
+
+        return await self._of_this_run(read)
+
+    async def _of_this_run(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """``call``, again as soon as the broker holds this run: it lost its data, and one that claimed the run does so
+        again at once, others wait for that.
+
+        Raises: OtherRunError: the name is another run's.  BrokerUnavailableError: after ``outage_s``.
+        """
+        now_s = asyncio.get_running_loop().time
+        deadline_s, pause_s = now_s() + self._link.outage_s, NO_RUN_POLL_S
+        while True:
+            try:
+                return await call()
+            except ReplyError as error:
+                if error.code == _OTHER_RUN:
+                    raise of_another_run(self.run, await self.owner(), self.run_id) from None
+                if error.code != _NO_RUN:
+                    raise
+            if self._claim is not None:
+                await self._hold(self._claim)
+            elif now_s() > deadline_s:
+                lost = f"it holds no run named {self.run!r}: it lost its data, and the run was not resumed since"
+                raise BrokerUnavailableError(self._link.address, lost)
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
 
     async def _blocking(self, read: Command, streams: Command, wait_s: float, queue: str = "") -> list[LogEntry]:
         """Repeat a blocking read until it gives something or ``wait_s`` is over, in pieces shorter than a time-out.
@@ -149,7 +212,9 @@ class RedisBroker:
             block = ("BLOCK", block_ms) if block_ms > 0 else ()
             try:
                 command: Command = (*read, *block, "STREAMS", *streams)
-                reply = await self._link.command(*command, block_s=max(0, block_ms) / 1000)
+                # the group of a queue carries the run's id: of another run's queue nothing is read
+                read_all = self._link.pipeline if queue else self._read
+                (reply,) = await read_all([command], block_s=max(0, block_ms) / 1000)
             except ReplyError as error:
                 if not queue or error.code not in _NO_GROUP:
                     raise
@@ -171,10 +236,78 @@ class RedisBroker:
         facts = await self.server_facts()
         name = facts.get("server_name", "redis")
         version = facts.get("valkey_version") or facts["redis_version"]
-        return ServerInfo(version=f"{name} {version}", boot_id=facts["run_id"], address=self._link.address)
+        uptime_s = float(facts["uptime_in_seconds"])
+        boot_id = facts["run_id"]
+        if self.run_id:
+            (since_ms,) = await self._read([("HGET", self._key(keys.OWNER), "since_ms")])
+            boot_id += f".{cast('bytes | None', since_ms) or b''!r}"
+        return ServerInfo(version=f"{name} {version}", boot_id=boot_id, address=self._link.address, uptime_s=uptime_s)
+
+    async def owner(self) -> RunOwner | None:
+        found, alive = await self._link.pipeline(
+            [("HGETALL", self._key(keys.OWNER)), ("GET", self._key(keys.OWNER_ALIVE))]
+        )
+        flat = [value.decode() for value in cast("list[bytes]", found)]
+        held = dict(zip(flat[::2], flat[1::2], strict=True))
+        if not held:
+            return None
+        since_ms = held.pop("since_ms", "")
+        claim = msgspec.convert(held, RunClaim)
+        is_live = alive == claim.start.encode()
+        return RunOwner(claim=claim, age_s=await self._age_s(int(since_ms)) if since_ms else None, is_live=is_live)
+
+    async def _age_s(self, since_ms: int) -> float | None:
+        try:
+            seconds, microseconds = cast("list[bytes]", await self._link.command("TIME"))
+        except BrokerRejectedError:  # an access list of an earlier version
+            return None
+        return max(0.0, int(seconds) + int(microseconds) / 1e6 - since_ms / 1e3)
+
+    async def hold_run(self, claim: RunClaim, *, after: str = "") -> None:
+        await self._hold(claim, after)
+        self.run_id, self._claim = claim.run_id, claim
+
+    async def _hold(self, claim: RunClaim, after: str = "") -> None:
+        request = ScriptCall({"claim": msgspec.to_builtins(claim), "after": after})
+        try:
+            await self._link.script("hold_run", self._prefix, self._prefix, 0, request, run_id=claim.run_id)
+        except ReplyError as error:
+            if error.code != _OTHER_RUN:
+                raise
+            raise of_another_run(self.run, await self.owner(), claim.run_id) from None
+
+    async def leave_run(self) -> None:
+        if self._claim is not None:
+            request = ScriptCall({"start": self._claim.start})
+            await self._link.script("leave_run", self._prefix, self._prefix, 0, request, run_id=self.run_id)
+
+    async def forget_run(self) -> None:
+        if self._claim is None:
+            return
+        await self._hold(self._claim)  # ours still
+        owner, cursor = self._key(keys.OWNER), b"0"
+        while True:
+            reply = await self._link.command("SCAN", cursor, "MATCH", f"{self._prefix}*", "COUNT", FORGOTTEN_AT_ONCE)
+            cursor, found = cast("tuple[bytes, list[bytes]]", reply)
+            if gone := [name for name in found if name != owner.encode()]:
+                await self._link.command("UNLINK", *gone)
+            if cursor == b"0":
+                break
+        self.run_id, self._claim = "", None
+        await self._link.command("UNLINK", owner)
+
+    async def join_run(self, run_id: str = "") -> str:
+        if not run_id:
+            found = await self._link.command("HGET", self._key(keys.OWNER), "run_id")
+            run_id = cast("bytes", found or b"").decode()
+        self.run_id = run_id
+        return run_id
 
     async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
-        return cast("int", await self._once("acquire_epoch", ScriptCall({"role": role, "at_least": at_least})))
+        request = ScriptCall({"role": role, "at_least": at_least})
+        if self._claim is not None:
+            request.body["claim"] = msgspec.to_builtins(self._claim)
+        return cast("int", await self._once("acquire_epoch", request))
 
     async def next_incarnation(self, name: str) -> int:
         return cast("int", await self._once("next_incarnation", ScriptCall({"name": name})))
@@ -207,21 +340,22 @@ class RedisBroker:
         return await self._blocking(("XREAD", "COUNT", count), (self._key(log), after), wait_s)
 
     async def tail(self, log: str, *, count: int) -> list[LogEntry]:
-        reply = await self._link.command("XREVRANGE", self._key(log), "+", "-", "COUNT", count)
+        (reply,) = await self._read([("XREVRANGE", self._key(log), "+", "-", "COUNT", count)])
         return _log_entries(cast("list[tuple[bytes, _Fields]]", reply))[::-1]
 
     async def last_id(self, stream: str) -> str:
         return cast("bytes", await self._again("last_id", stream=stream)).decode()
 
     async def length(self, stream: str) -> int:
-        return cast("int", await self._link.command("XLEN", self._key(stream)))
+        (length,) = await self._read([("XLEN", self._key(stream))])
+        return cast("int", length)
 
     async def trim(self, stream: str, upto: str) -> int:
         parse_entry_id(upto)
         return cast("int", await self._once("trim", ScriptCall({"stream": stream, "upto": upto})))
 
     async def delete_stream(self, stream: str) -> None:
-        await self._link.pipeline([("DEL", self._key(stream)), ("SREM", self._key(keys.STREAMS), stream)])
+        await self._again("delete_stream", stream=stream, task="")
 
     # -- work queues
     async def enqueue(self, queue: str, entry: Entry) -> str:
@@ -229,7 +363,7 @@ class RedisBroker:
         return added.decode()
 
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
-        command = ("XREADGROUP", "GROUP", _GROUP, consumer, "COUNT", count)
+        command = ("XREADGROUP", "GROUP", self._group, consumer, "COUNT", count)
         entries = await self._blocking(command, (self._key(queue), ">"), wait_s, queue)
         return [Delivery(queue=queue, entry_id=entry.entry_id, entry=entry.entry) for entry in entries]
 
@@ -257,10 +391,11 @@ class RedisBroker:
 
     async def pending(self, queue: str, *, count: int = 100) -> list[Pending]:
         try:
-            reply = await self._link.command("XPENDING", self._key(queue), _GROUP, "-", "+", count)
+            (reply,) = await self._read([("XPENDING", self._key(queue), self._group, "-", "+", count)])
         except ReplyError as error:
             if error.code not in _NO_GROUP:
                 raise
+            await self._read([])  # is there no such queue, or is it another run's?
             return []
         return [
             Pending(entry_id=raw_id.decode(), consumer=consumer.decode(), idle_s=idle_ms / 1000, deliveries=number)
@@ -268,7 +403,7 @@ class RedisBroker:
         ]
 
     async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]:
-        reply = await self._link.command("XRANGE", self._key(keys.DEAD), "-", "+", "COUNT", count)
+        (reply,) = await self._read([("XRANGE", self._key(keys.DEAD), "-", "+", "COUNT", count)])
         letters = _log_entries(cast("list[tuple[bytes, _Fields]]", reply))
         return [dead_letter(letter.entry_id, letter.entry) for letter in letters]
 
@@ -291,8 +426,7 @@ class RedisBroker:
 
     async def remove_user_task(self, name: str) -> None:
         check_task_name(name, of_user=True)
-        await self._link.command("HDEL", self._key(keys.TASK_SPECS), name)
-        await self.delete_stream(keys.tasks(name))
+        await self._again("delete_stream", stream=keys.tasks(name), task=name)
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
@@ -367,7 +501,7 @@ class RedisBroker:
             return [{} for _ in hashes]
         found: list[dict[_Name, bytes]] = []
         for part in _parts(hashes, ROWS_PER_ROUND_TRIP):
-            replies = await self._link.pipeline([("HMGET", key, *names) for key in part])
+            replies = await self._read([("HMGET", key, *names) for key in part])
             for reply in cast("list[list[bytes | None]]", replies):
                 pairs = zip(names, reply, strict=True)
                 found.append({name: value for name, value in pairs if value is not None})
@@ -376,7 +510,7 @@ class RedisBroker:
     async def has_groups(self, group_ids: Sequence[GroupId]) -> list[bool]:
         found: list[bool] = []
         for part in _parts(group_ids, ROWS_PER_ROUND_TRIP):
-            replies = await self._link.pipeline([("EXISTS", keys.group(self.run, group_id)) for group_id in part])
+            replies = await self._read([("EXISTS", keys.group(self.run, group_id)) for group_id in part])
             found += [reply == 1 for reply in replies]
         return found
 
@@ -405,27 +539,30 @@ class RedisBroker:
         return cast("int", await self._once("drop_groups", ScriptCall({"groups": groups})))
 
     async def retained_bytes(self) -> int:
-        return int(cast("bytes | None", await self._link.command("GET", self._key(keys.RETAINED_BYTES))) or 0)
+        (found,) = await self._read([("GET", self._key(keys.RETAINED_BYTES))])
+        return int(cast("bytes | None", found) or 0)
 
     # -- leases of workers, settings
     async def beat(self, worker_id: WorkerId, status: bytes, *, ttl_s: float) -> None:
-        lease: Command = ("SET", keys.lease(self.run, worker_id), status, "PX", ceil(1000 * ttl_s))
-        await self._link.pipeline([lease, ("SADD", self._key(keys.WORKERS), worker_id)])
+        request = ScriptCall({"worker": worker_id, "ttl_ms": ceil(1000 * ttl_s)})
+        request.body["status"] = request.blob(status)
+        await self._script("beat", self._prefix, 0, request)
 
     async def leases(self) -> dict[WorkerId, bytes]:
         flat = cast("list[bytes]", await self._again("leases"))
         return {WorkerId(name.decode()): status for name, status in zip(flat[::2], flat[1::2], strict=True)}
 
     async def end_lease(self, worker_id: WorkerId) -> None:
-        lease: Command = ("DEL", keys.lease(self.run, worker_id))
-        await self._link.pipeline([lease, ("SREM", self._key(keys.WORKERS), worker_id)])
+        await self._again("beat", worker=worker_id, ttl_ms=0)
 
     async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
-        ends: Command = () if ttl_s is None else ("PX", ceil(1000 * ttl_s))
-        await self._link.command("SET", keys.meta(self.run, name), value, *ends)
+        request = ScriptCall({"name": name, "ttl_ms": 0 if ttl_s is None else ceil(1000 * ttl_s)})
+        request.body["value"] = request.blob(value)
+        await self._script("put_meta", self._prefix, 0, request)
 
     async def get_meta(self, name: str) -> bytes | None:
-        return cast("bytes | None", await self._link.command("GET", keys.meta(self.run, name)))
+        (found,) = await self._read([("GET", keys.meta(self.run, name))])
+        return cast("bytes | None", found)
 
     async def streams(self) -> dict[str, int]:
         flat = await self._again("streams")

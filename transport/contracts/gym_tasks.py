@@ -3,6 +3,7 @@
 Some of its scorers ``eval`` the answer or hand it to sympy's parser, which does; a run on such a task runs what a model
 writes. So each scorer was read, with what it calls: whether it executes text, imports, opens or starts anything. The
 digest says which source was read; a scorer of another release is refused until it was read.
+``python -m benchmarks.verifier_tasks`` tries answers without content on each task.
 
 Owns: the lists (gym_scorers.toml has those that were read). Never: grades (workers/scoring/graders.py). Invariant: a
 task that is on neither list has no verifier.
@@ -20,15 +21,24 @@ from transport.process.programs import command
 
 OURS = frozenset(
     {
-        *("binary_matrix", "bitwise_arithmetic", "countdown", "game_of_life_halting", "intermediate_integration"),
-        *("n_queens", "number_sorting", "polynomial_multiplication", "puzzle24", "simple_integration"),
-        *("spiral_matrix", "string_insertion"),
+        *("arc_agi", "binary_matrix", "bitwise_arithmetic", "boxnet", "calendar_arithmetic", "codeio", "coin_flip"),
+        *("complex_arithmetic", "countdown", "decimal_arithmetic", "emoji_mystery", "figlet_font"),
+        *("fraction_simplification", "game_of_life", "game_of_life_halting", "gsm_symbolic"),
+        *("intermediate_integration", "knights_knaves", "letter_jumble", "n_queens", "number_sorting"),
+        *("polynomial_equations", "polynomial_multiplication", "puzzle24", "rearc", "rush_hour"),
+        *("sentence_reordering", "simple_integration", "spell_backward", "spiral_matrix", "string_insertion"),
+        *("time_intervals", "word_sorting"),
     }
 )
-"""Their scorers execute the answer or the entry that comes with it (one takes every answer for "True"); ours, in
-workers/scoring/graders.py, do not."""
+"""Tasks whose scorers execute the answer or the entry that comes with it, pay an answer that is not right (nan, 0, a
+sentence of the prompt, one word too many), pay no right answer after a way through JSON, or can be made slow;
+ours, in workers/scoring/graders.py, do not."""
 
-REFUSED = {"composite": "it hands the answer to the scorer of another task; name that task"}
+REFUSED = {
+    "composite": "it hands the answer to the scorer of another task; name that task",
+    "propositional_logic": "P \u2228 Q follows from the premises of four problems in five, and a premise with anything "
+    "joined to it from those of all, so that a policy learns to say the same every time; name another task",
+}
 """Tasks whose scorers are not run here -> why."""
 
 _READ: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("gym_scorers.toml").read_text("utf-8"))
@@ -69,7 +79,7 @@ def source_digest(files: list[str]) -> str:
 
 
 def _paths(name: str) -> list[Path]:
-    package = name.partition("/")[0] if name.startswith(("magiccube", "zss")) else "reasoning_gym"
+    package = name.partition("/")[0] if name.startswith("magiccube") else "reasoning_gym"
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return [Path(name)]

@@ -302,11 +302,12 @@ class WeightsLoaded(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WeightsFailed(Struct, frozen=True, kw_only=True, tag=True):
-    """A generation worker could not load ``weights`` and serves what it had."""
+    """A generation worker could not load ``weights`` and serves what it had. permanent: asking again cannot help."""
 
     worker_id: WireWorkerId
     weights: WeightIdentity
     reason: str
+    permanent: bool = False
 
 
 class PromptsSubmitted(Struct, frozen=True, kw_only=True, tag=True):

@@ -26,6 +26,10 @@ AtLeast1 = Annotated[int, Meta(ge=1)]
 AtLeast1MB = Annotated[int, Meta(ge=1_000_000)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
+Temperature = Annotated[float, Meta(ge=0.001)]  # below it float32 has no logits to sample from
+Deadline = Annotated[float, Meta(ge=1)]  # seconds; a shorter one passes on a busy machine where nothing is wrong
+Startup = Annotated[float, Meta(ge=60)]  # seconds; torch and transformers take 5 to import, and 40 on a busy machine
+Heartbeat = Annotated[float, Meta(ge=0.1)]  # seconds
 Share = Annotated[float, Meta(gt=0, le=1)]
 ShareOrNone = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1, description="a string that is not empty")]
@@ -95,8 +99,8 @@ ServerUrl = Annotated[str, Meta(pattern=r"^(|https?://[^\s/]+/?)\Z", description
 BrokerUrl = Annotated[
     str,
     Meta(
-        pattern=r"^(|(rediss?(\+sentinel|\+cluster)?|unix)://.+)\Z",
-        description="redis://host:port, rediss://host:port, unix://path, redis+sentinel://host:port,host:port/name or "
+        pattern=r"^(|(rediss?(\+sentinel|\+cluster)?)://.+|unix://[^/]*/.+)\Z",
+        description="redis://host:port, rediss://host:port, unix:///path, redis+sentinel://host:port,host:port/name or "
         "redis+cluster://host:port,host:port",
     ),
 ]
@@ -164,16 +168,19 @@ class DataSettings(Section, frozen=True, kw_only=True):
     task: str = "chain_sum"  # reasoning_gym: name of the task
     params: dict[str, ParamValue] = msgspec.field(default_factory=dict[str, ParamValue])  # reasoning_gym: of the task
     size: AtLeast0 = 0  # prompts in one pass over the data; 0: reasoning_gym makes 4096, files give what they hold
-    path: str = ""  # jsonl: file (.gz is read too), or preset:sums.jsonl; hf: data set name or directory
+    path: str = ""  # jsonl: file (also .gz, ~, a glob, a directory), or preset:sums.jsonl; hf: data set or directory
     config: str = ""  # hf: configuration by name, as "main" of openai/gsm8k; empty: the only one
     split: str = "train"  # hf: split, also a part or a sum: "train[:1000]", "train+validation"
     revision: str = ""  # hf: branch, tag or commit of the data set on the hub; empty: its newest
     prompt_column: str = "prompt"  # jsonl, hf: column of the question
-    answer_column: str = "answer"  # jsonl, hf: column handed to the reward
+    answer_column: str = "answer"  # jsonl, hf: column handed to the reward; a.b: within an object
     response_column: str = ""  # jsonl, hf: column of responses to imitate, cut at sampling.max_new_tokens; empty: none
     suffix: str = ""  # appended to every question
     system: str = ""  # system message, if any
     chat_template: bool = True  # wrap the question in the model's chat template (when it has one)
+    chat_template_kwargs: dict[str, ParamValue] = msgspec.field(
+        default_factory=dict[str, ParamValue]
+    )  # arguments of the chat template, as enable_thinking; also for environments, evaluations and the endpoint
     shuffle: bool = True  # a new seeded order on every pass
     passes: AtLeast0 = 0  # passes over the data before it ends; 0: no end
     overlong: Literal["error", "skip"] = "error"  # prompts beyond the context: refuse the data, or leave them out
@@ -185,7 +192,7 @@ class SamplingSettings(Section, frozen=True, kw_only=True):
     """How completions are sampled."""
 
     max_new_tokens: AtLeast1 = 32  # of a response; a longer one is cut, and says so by its finish reason
-    temperature: Positive = 1.0  # of the softmax; at 0 all samples of a group are equal and carry no gradient
+    temperature: Temperature = 1.0  # of the softmax; at 0 all samples of a group are equal and carry no gradient
     top_p: Share = 1.0  # share of probability of the likeliest tokens that are sampled from; 1: off
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] = 0  # likeliest tokens that are sampled from; 0: off
 
@@ -284,9 +291,9 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     pools: dict[ScoringTask, ScoringPool] = msgspec.field(
         default_factory=dict[ScoringTask, ScoringPool]
     )  # tasks on resources of their own, by name; docs/ppo.md
-    timeout_s: Positive = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
+    timeout_s: Deadline = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
     max_deliveries: AtLeast1 = 3  # attempts at one unit before it is dead-lettered
-    lease_s: Positive = 15.0  # a unit whose lease was not renewed for so long goes to another worker
+    lease_s: Deadline = 15.0  # a unit whose lease was not renewed for so long goes to another worker
     reward: FunctionName = (
         ""  # "module:function", or "code" (docs/code-rewards.md), also named on the worker; empty: the data's verifier
     )
@@ -313,7 +320,7 @@ class EnvironmentSettings(Section, frozen=True, kw_only=True):
     params: dict[str, ParamValue] = msgspec.field(default_factory=dict[str, ParamValue])  # of the environment
     max_turns: AtLeast1 = 4  # turns of the policy in an episode; after the last it ends
     max_turn_tokens: AtLeast0 = 0  # tokens of one turn; 0: what the episode has left
-    timeout_s: Positive = 10.0  # for one call of it; what takes longer is ended and replayed
+    timeout_s: Deadline = 10.0  # for one call of it; what takes longer is ended and replayed
     max_replays: AtLeast0 = 2  # failures of one call of an episode before it is generated again
     processes: AtLeast1 = 2  # of each generation worker, which share its episodes; each answers one call at a time
     executes_answers: bool = False  # it runs what a model wrote: each episode in a jail of its own, or it is refused
@@ -339,8 +346,8 @@ class EndpointSettings(Section, frozen=True, kw_only=True):
     branches: Literal["longest", "all"] = (
         "longest"  # of a conversation that forks: what is trained; all: as one row, under its one reward and advantage
     )
-    silence_s: Positive = 300.0  # a session that sends nothing for so long has lost its agent: it is leased again
-    max_session_s: Positive = 1800.0  # from lease to end, however busy: then it is leased again
+    silence_s: Deadline = 300.0  # a session that sends nothing for so long has lost its agent: it is leased again
+    max_session_s: Deadline = 1800.0  # from lease to end, however busy: then it is leased again
     max_leases: AtLeast1 = 3  # of one sample, before it counts as a failed attempt (pipeline.max_attempts)
     wait_s: NotNegative = 20.0  # how long a lease waits for a sample before it is answered with 429
 
@@ -466,6 +473,15 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
         return self.num_ranks // self.parallel.num_named if self.parallel.data == "auto" else self.parallel.data
 
 
+def records_logprobs(old_logprobs: str, trainer: TrainerSettings) -> bool:
+    """Whether a batch begins with a pass that records its old-policy logprobs.
+
+    One step needs none: its own forward pass has them (``TokenBatch.with_old`` in workers/algorithms/loss.py). The core
+    orders that pass and the learner reads what it recorded, so both ask here.
+    """
+    return old_logprobs == "recomputed" and trainer.mini_batches * trainer.epochs > 1
+
+
 class PipelineSettings(Section, frozen=True, kw_only=True):
     """What overlaps with what."""
 
@@ -486,7 +502,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     drop_no_signal: bool = False  # groups whose rewards are all equal are dropped and replaced (DAPO)
     max_refills: AtLeast0 = 8  # replacements a batch may ask for before it closes short
     max_attempts: AtLeast1 = 4  # failed dispatches of one group before its slot is dead; a worker's death is none
-    rollout_timeout_s: Positive = 300.0  # a dispatched group that has not finished by then is taken back
+    rollout_timeout_s: Deadline = 300.0  # a dispatched group that has not finished by then is taken back
     dispatch: Dispatch = "auto"  # who gets which groups: one by one, or planned for a batch, see docs/dispatch.md
     tail_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2  # of the groups, that dispatch in two classes counts as long
     plan_wait_s: NotNegative = 1.0  # a batch waits so long for its plan, then its groups go one after another
@@ -534,7 +550,7 @@ class TensorSettings(Section, frozen=True, kw_only=True):
     host: HostName = "127.0.0.1"  # the trainer listens here; off loopback both ends need STREAMRL_SECRET
     advertise: OwnHostName = ""  # what others call the trainer's host; empty: host, its name if host is 0.0.0.0 or ::
     ports: str = ""  # "7400" or "7400-7409", the first free one is taken; empty: any free one
-    wait_s: Positive = 30.0  # a peer that is silent for so long is given up, and another source goes on for it
+    wait_s: Deadline = 30.0  # a peer that is silent for so long is given up, and another source goes on for it
     min_mb_s: Positive = 10.0  # the slowest transfer that is borne with: a version may take wait_s and its MB over this
     delta: bool = (
         False  # trainer ranks also offer what changed, for workers of other hosts; made before a version is announced
@@ -590,17 +606,17 @@ class BrokerSettings(Section, frozen=True, kw_only=True):
     tls_key: str = ""  # file of its private key
     appendfsync: Literal["always", "everysec", "no"] = "everysec"  # of the embedded server
     max_retained_bytes: AtLeast1MB = 2_000_000_000  # rows in the broker; at the limit a checkpoint, then intake stops
-    outage_s: Positive = 60.0  # how long a process waits for a broker that went away
+    outage_s: Deadline = 60.0  # how long a process waits for a broker that went away
 
 
 class LivenessSettings(Section, frozen=True, kw_only=True):
     """Deadlines."""
 
-    heartbeat_s: Positive = 1.0  # between two reports of a worker
-    lease_s: Positive = 10.0  # a worker silent for so long (while the broker was reachable) is lost
-    startup_s: Positive = 300.0  # a local process that has not joined by then is ended and started again
-    warn_s: Positive = 60.0  # no progress for so long is said in log, status and terminal: which stage, who should act
-    stall_s: Positive = 600.0  # no progress for so long ends the run with its own exit code, kept for --resume
+    heartbeat_s: Heartbeat = 1.0  # between two reports of a worker
+    lease_s: Deadline = 10.0  # a worker silent for so long (while the broker was reachable) is lost
+    startup_s: Startup = 300.0  # a local process that has not joined by then is ended and started again
+    warn_s: Deadline = 60.0  # no progress for so long is said in log, status and terminal: which stage, who should act
+    stall_s: Deadline = 600.0  # no progress for so long ends the run with its own exit code, kept for --resume
     max_restarts: AtLeast0 = 5  # restarts of one local process in a row; one that lived for 60 s starts counting anew
 
 
@@ -665,7 +681,7 @@ class EvalSettings(Section, frozen=True, kw_only=True):
     temperature: NotNegative = 0.0  # of the softmax; 0: greedy, so that two evaluations differ by their weights alone
     budget: Share = 0.5  # share of each generation worker's slots, while training has work for them
     hold_s: NotNegative = 60.0  # how long an evaluation may keep workers from newer weights; then it ends short
-    timeout_s: Positive = 300.0  # for one evaluation, from its first answer on; then it ends short
+    timeout_s: Deadline = 300.0  # for one evaluation, from its first answer on; then it ends short
 
     problems: AtLeast0 = 128  # held-out problems of one evaluation; they are never trained on
     seed: AtLeast0 = 1_000_003  # seed of the held-out problems; never the training seed

@@ -16,7 +16,7 @@ import secrets
 import stat
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -170,16 +170,17 @@ def check_own(path: Path) -> None:
     _check(path.lstat(), path, lambda mode: any(kind(mode) for kind in kinds), "a plain file or directory")
 
 
-def check_own_tree(directory: Path, *, levels: int) -> None:
+def check_own_tree(directory: Path, *, levels: int, unread: Collection[str] = ()) -> None:
     """``check_own`` for ``directory``, which may be named by a link, and what lies in its uppermost ``levels``.
 
-    What is removed meanwhile (by a live run) is passed over.  Raises as ``check_own`` does.
+    What is removed meanwhile (by a live run) is passed over, and what is in directories of it whose names are
+    ``unread``; they themselves are checked.  Raises as ``check_own`` does.
     """
     top = directory.resolve()
     check_own(top)
-    found = [top]
+    found, passed = [top], {top / name for name in unread}
     for _ in range(levels):
-        found = [path for above in found if above.is_dir() for path in _inside(above)]
+        found = [path for above in found if above not in passed and above.is_dir() for path in _inside(above)]
         for path in found:
             with suppress(FileNotFoundError):
                 check_own(path)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -127,7 +127,8 @@ class TokenBatch:
     """What the objective knows of each token.
 
     rollout_logprobs_N: recorded by the engine that sampled the token.
-    old_logprobs_N: of the trainer's own weights before the first step of the batch; None with old_logprobs="rollout".
+    old_logprobs_N: of the trainer's own weights before the first step of the batch; None with old_logprobs="rollout",
+    and where none were recorded (see ``with_old``).
     reference_logprobs_N: of the reference model; None without KL.
     advantages_N: its own, or its row's advantage.  weights_N: from ``token_weight``.
     rewards_N: its row's reward; None: no row is imitated for its reward.
@@ -144,6 +145,16 @@ class TokenBatch:
     row_N: Tensor | None = None
     values_N: Tensor | None = None
     returns_N: Tensor | None = None
+
+    def with_old(self, logprobs_N: Tensor, objective: Objective) -> TokenBatch:
+        """The batch with the old-policy logprobs that ``objective`` asks for.
+
+        A batch of one step records none: the forward pass of that step runs with the weights of before the first step,
+        so its own ``logprobs_N`` are the old ones.
+        """
+        if objective.old_logprobs == "rollout" or self.old_logprobs_N is not None:
+            return self
+        return replace(self, old_logprobs_N=logprobs_N.detach())
 
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Tokens [start, stop), whose rows are numbered from 0: a term that is a sum over tokens sums over the parts to
@@ -390,6 +401,7 @@ def rollout_entropy(rollout_logprobs: NDArray[np.float32], loss_mask: NDArray[np
 @torch.no_grad()
 def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> LossMetrics:
     """What one piece adds to the metrics. logprobs_N: of the weights that computed ``loss``."""
+    tokens = tokens.with_old(logprobs_N, objective)
     ratio_N = policy_ratio_N(logprobs_N, tokens, objective)
     negative_N, positive_N = tokens.advantages_N < 0, tokens.advantages_N > 0
     reference_N = tokens.reference_logprobs_N if objective.kl_coef > 0 else None

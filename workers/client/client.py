@@ -142,6 +142,7 @@ class Client:
         )
         try:
             broker = loop.call(connect_broker(settings, RunName(run)), what="connect")
+            loop.call(broker.join_run(), what="connect")
             number = loop.call(broker.next_incarnation(f"client-{name}"), what="connect")
         except BaseException:
             loop.close()

@@ -37,6 +37,7 @@ from workers.leases.lifecycle import Worker, WorkerFactory
 if TYPE_CHECKING:
     import torch
 
+    from workers.environments.encoder import ObservationEncoder
     from workers.generation.engine import GenerationEngine
     from workers.generation.server.engine import Complete, WholeModel
 
@@ -191,18 +192,25 @@ async def generation_worker(
     )
 
 
+def _encoder(settings: Settings, model_dir: Path) -> ObservationEncoder:
+    """What is said to the policy, as its model reads it. Raises ModelError."""
+    from workers.environments.encoder import ObservationEncoder
+
+    data = settings.data
+    return ObservationEncoder.of(model_dir, templated=data.chat_template, arguments=data.chat_template_kwargs)
+
+
 async def with_environment(
     engine: GenerationEngine, settings: Settings, model_dir: Path, allowed: str, path: str
 ) -> GenerationEngine:
     """The engine whose samples are episodes. allowed, path: see ``Environments``. Raises EnvironmentSetupError."""
-    from workers.environments.encoder import ObservationEncoder
     from workers.environments.engine import EpisodeEngine
     from workers.environments.pool import Environments
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
     pool = Environments(settings, allowed, path)
-    encoder = await asyncio.to_thread(ObservationEncoder.of, model_dir, templated=settings.data.chat_template)
+    encoder = await asyncio.to_thread(_encoder, settings, model_dir)
     return EpisodeEngine(engine, pool, encoder, settings.environment)
 
 
@@ -220,12 +228,11 @@ async def with_endpoint(
     from workers.endpoint.engine import SessionEngine
     from workers.endpoint.http import EndpointServer, run_key
     from workers.endpoint.prompts import BrokerPrompts
-    from workers.environments.encoder import ObservationEncoder
     from workers.models import stop_token_ids
 
     endpoint = settings.endpoint
     index = int(worker_id.partition(".")[0].rpartition("-")[2])
-    encoder = await asyncio.to_thread(ObservationEncoder.of, model_dir, templated=settings.data.chat_template)
+    encoder = await asyncio.to_thread(_encoder, settings, model_dir)
     sampling = msgspec.structs.replace(settings.sampling.params, stop_token_ids=stop_token_ids(model_dir))
     sessions = SessionEngine(
         engine,

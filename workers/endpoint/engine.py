@@ -344,6 +344,7 @@ class SessionEngine:
         """
         self._check(asked)
         conversation = session.conversation if session else Conversation(())
+        arguments = asked.chat_template_kwargs
         begun = digests(asked.messages, asked.offered_tools, conversation.answered)
         parent, known = conversation.find(begun[1:])
         said, tools = [one.for_template() for one in asked.messages[known:]], asked.offered_tools
@@ -352,9 +353,10 @@ class SessionEngine:
         kind = SegmentKind.TOOL if from_tool else SegmentKind.ENVIRONMENT
         try:
             if parent is not None:
-                added = self._encoder.behind(said, parent.last_token, tools)
+                calls = asked.messages[known - 1].for_template().get("tool_calls") or () if known else ()
+                added = self._encoder.behind(said, parent.last_token, tools, arguments, calls=calls)
             else:
-                text = self._encoder.prompt(said, tools)
+                text = self._encoder.prompt(said, tools, arguments)
                 added = await self._encode(text, special=not self._encoder.templated)
         except ModelError as error:
             raise refused(str(error), param="messages") from error
@@ -367,7 +369,7 @@ class SessionEngine:
                 silent=calls == "json",
             )
         exchange, prompt = await self._exchange(session, conversation, asked, parent, added, kind, stream)
-        answer = self._answer(asked, exchange.turn, prompt, offered=bool(tools))
+        answer = self._answer(session, asked, exchange.turn, prompt, offered=bool(tools))
         conversation.add(exchange, digest_behind(begun[-1], answer.message))
         return answer
 
@@ -398,7 +400,7 @@ class SessionEngine:
         exchange, ids = await self._exchange(session, conversation, asked, parent, added, kind, stream)
         if isinstance(prompt, str):
             exchange.text = prompt + self._encoder.text(exchange.turn.response_ids.tolist())
-        answer = self._answer(asked, exchange.turn, ids, offered=False)
+        answer = self._answer(session, asked, exchange.turn, ids, offered=False)
         conversation.add(exchange)
         return answer
 
@@ -546,7 +548,18 @@ class SessionEngine:
         """Of each by itself, special ones included."""
         return [self._encoder.whole_text([one]) for one in ids]
 
-    def _answer(self, asked: Request, turn: Completion, prompt: Sequence[int], *, offered: bool) -> Answer:
+    def _not_obeyed(self, session: Session | None, asked: Request) -> tuple[str, ...]:
+        """Fields that ask for another distribution than the one of a session's run."""
+        if session is None:
+            return ()
+        run = session.request.sampling
+        given = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
+        differing = [name for name, value in given.items() if value is not None and value != getattr(run, name)]
+        return (*differing, *(["seed"] if asked.seed is not None else []))
+
+    def _answer(
+        self, session: Session | None, asked: Request, turn: Completion, prompt: Sequence[int], *, offered: bool
+    ) -> Answer:
         ids = turn.response_ids.tolist()
         text = self._encoder.text(ids)
         ends = [end for stop in asked.stops if (end := text.find(stop)) >= 0]
@@ -563,6 +576,7 @@ class SessionEngine:
             tokens=self.token_texts(ids) if asked.wants_logprobs else (),
             fingerprint=str(turn.spans[-1].weights) if turn.spans else "",
             tool_calls=tuple(calls),
+            not_obeyed=self._not_obeyed(session, asked),
             created_s=int(time.time()),
         )
 

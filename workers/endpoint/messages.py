@@ -3,8 +3,9 @@
     /v1/chat/completions   ChatRequest        ─► chat_answer, chat_chunks
     /v1/completions        CompletionRequest  ─► text_answer, text_chunks
 
-Owns: the form of requests and answers, what is refused of them. Never: tokens, sessions. Fields that we do not know are
-ignored, as new clients send new ones; one that would change what is sampled is refused by name, and never ignored.
+Owns: the form of requests and answers, what is refused of them. Never: tokens, sessions. Invariant: a field that would
+change the prompt or what is sampled is obeyed or refused by name (NEUTRAL). Other fields that we do not know are
+ignored, as new clients send new ones.
 """
 
 from __future__ import annotations
@@ -28,6 +29,40 @@ MAX_STOPS = 16
 MAX_MESSAGES = 4096
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 T = TypeVar("T")
+
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        (
+            *("presence_penalty", "frequency_penalty", "logit_bias", "min_p", "min_tokens", "min_new_tokens"),
+            *("typical_p", "stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors", "grammar"),
+            *("custom_logit_processor", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("guided_decoding_backend", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"),
+            *("xtc_probability", "dry_multiplier", "use_beam_search", "ignore_eos", "include_stop_str_in_output"),
+            *("continue_final_message", "echo", "suffix", "chat_template", "documents", "prompt_logprobs"),
+            *("truncate_prompt_tokens", "reasoning_effort", "thinking", "functions", "function_call", "lora_path"),
+            *("custom_params", "kv_transfer_params", "prediction", "audio", "web_search_options", "verbosity"),
+            *("enable_thinking", "thinking_budget", "top_a", "smoothing_factor", "mirostat", "session_params"),
+            *("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "no_stop_trim"),
+        ),
+        (None, 0, "", False, (), {}),
+    ),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of", "tfs", "n"), (None, 1)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
+    "add_special_tokens": (None, False),
+    "parallel_tool_calls": (None, True),
+    "modalities": (None, ["text"]),
+}
+"""Fields of OpenAI's, vLLM's and SGLang's that would change prompt or samples -> the values that change none."""
+INSTEAD = {
+    "enable_thinking": "give it in chat_template_kwargs",
+    "reasoning_effort": "give it in chat_template_kwargs where the model's template reads it",
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "chat_template": "the run's model has its own",
+    "stop_token_ids": "a response ends with the model's own; give stop for texts",
+}
+"""What to write in place of a field that is refused."""
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -96,10 +131,17 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 def _parsed(arguments: str) -> Any:
+    """What the JSON says. Raises EndpointRefusedError for text that UTF-8 cannot say, which JSON writes as \\ud800."""
     try:
-        return json.loads(arguments)
+        found = json.loads(arguments)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise refused(
+            f"arguments of a call hold half of a surrogate pair, which is no text: {error.reason}", param="messages"
+        ) from error
     except (ValueError, RecursionError):
         return arguments
+    return found
 
 
 def _canonical(arguments: str) -> str:
@@ -127,9 +169,6 @@ class Request(Struct, frozen=True, kw_only=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOP_K)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     return_token_ids: bool | None = None
     """As of vLLM: the ids of prompt and answer beside the text."""
 
@@ -147,17 +186,24 @@ class Request(Struct, frozen=True, kw_only=True):
     def wants_logprobs(self) -> bool:
         return False
 
+    @staticmethod
+    def check_fields(given: Mapping[str, Any], kind: type[Request]) -> None:
+        """Raises EndpointRefusedError for a field that would change prompt or samples, and that ``kind`` has not."""
+        known = kind.__struct_fields__
+        for name in given.keys() & NEUTRAL.keys():
+            value = tuple(given[name]) if given[name] == [] else given[name]
+            if name not in known and not any(value == one and type(value) is type(one) for one in _as_numbers(name)):
+                remedy = INSTEAD.get(name, "leave it out")
+                raise refused(
+                    f"{name} would change the prompt or what is sampled, and is not supported: {remedy}", param=name
+                )
+
     def check(self) -> None:
         """Raises EndpointRefusedError for what no engine of a run does."""
         if self.n not in (None, 1):
             raise refused("n must be 1: lease a session for each sample", param="n")
         if len(self.stops) > MAX_STOPS:
             raise refused(f"stop may have {MAX_STOPS} strings at most", param="stop")
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-            if getattr(self, name):
-                raise refused(
-                    f"{name} would change what is sampled, and is not supported: leave it out or at 0", param=name
-                )
 
 
 class ChatRequest(Request, frozen=True, kw_only=True):
@@ -167,6 +213,7 @@ class ChatRequest(Request, frozen=True, kw_only=True):
     max_completion_tokens: Tokens | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
@@ -198,9 +245,6 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
 
     prompt: str | list[int | str]
     logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -212,11 +256,6 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
             raise refused("prompt must be one text, or one list of token ids", param="prompt")
         if self.logprobs:
             raise refused("logprobs must be 0: engines report the sampled token alone", param="logprobs")
-        for name in ("echo", "suffix"):
-            if getattr(self, name):
-                raise refused(f"{name} is not supported", param=name)
-        if self.best_of not in (None, 1):
-            raise refused("best_of must be 1", param="best_of")
 
     @property
     def text_or_ids(self) -> str | list[int]:
@@ -224,6 +263,14 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             return prompt[0]
         return prompt if isinstance(prompt, str) else [one for one in prompt if isinstance(one, int)]
+
+
+def _as_numbers(name: str) -> Iterator[object]:
+    """The neutral values of a field, whole numbers as decimal fractions, too."""
+    for one in NEUTRAL[name]:
+        yield one
+        if type(one) is int:
+            yield float(one)
 
 
 def refused(reason: str, *, param: str = "", status: int = 400, code: str = "invalid_request") -> EndpointRefusedError:
@@ -237,7 +284,10 @@ _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `([^`]
 def decode(body: bytes, kind: type[T]) -> T:
     """Raises EndpointRefusedError that says what is wrong with it, and names the field."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        asked = msgspec.json.decode(body, type=kind)
+        if isinstance(asked, Request):
+            Request.check_fields(msgspec.json.decode(body, type=dict[str, Any]), type(asked))
+        return asked
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error) if body else "the body is empty"
         reason = f"the body is not what it must be: {reason}"
@@ -293,6 +343,8 @@ class Answer:
     tokens: Sequence[str]
     fingerprint: str
     tool_calls: Sequence[ToolCall] = ()
+    not_obeyed: Sequence[str] = ()
+    """Fields of the request that a session does not obey, since it samples as its run does."""
     created_s: int = 0
     identity: str = field(default_factory=lambda: secrets.token_hex(12))
 
@@ -336,11 +388,16 @@ def text_answer(asked: CompletionRequest, answer: Answer) -> dict[str, Any]:
 
 def _whole(asked: Request, answer: Answer, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
     head = _head(asked, kind, answer.identity, answer.created_s, answer.fingerprint)
-    whole = {**head, "choices": [choice], "usage": answer.usage}
+    whole = {**head, "choices": [choice], "usage": answer.usage, **_not_obeyed(answer)}
     if asked.return_token_ids:
         choice["token_ids"] = list(answer.token_ids)
         whole["prompt_token_ids"] = list(answer.prompt_ids)
     return whole
+
+
+def _not_obeyed(answer: Answer | None) -> dict[str, list[str]]:
+    """The field of an answer that names what was not obeyed; none where all was."""
+    return {"not_obeyed": list(answer.not_obeyed)} if answer is not None and answer.not_obeyed else {}
 
 
 def _head(asked: Request, kind: str, identity: str, created_s: int, fingerprint: str) -> dict[str, Any]:
@@ -395,7 +452,7 @@ class Chunks:
 
     def _chunk(self, said: dict[str, Any], ended: Answer | None = None) -> dict[str, Any]:
         choice = {"index": 0, "logprobs": None, **said, "finish_reason": ended.finish_reason if ended else None}
-        return {**self._head(ended), "choices": [choice]}
+        return {**self._head(ended), "choices": [choice], **_not_obeyed(ended)}
 
     def _head(self, answer: Answer | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
@@ -466,4 +523,15 @@ def _call(text: str) -> ToolCall | None:
         return None
     arguments = found.get("arguments", found.get("parameters", {}))
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not _is_text(written + found["name"]):  # what the policy wrote as \\ud800 cannot be sent
+        return None
     return ToolCall(id=f"call_{secrets.token_hex(8)}", function=FunctionCall(name=found["name"], arguments=written))
+
+
+def _is_text(text: str) -> bool:
+    """Whether UTF-8 can say it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import msgspec
 
+from transport.contracts.chat_template import ROLES
 from transport.contracts.settings import ParamValue
 from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import EnvironmentSetupError
@@ -41,9 +42,6 @@ Messages: TypeAlias = "str | Sequence[Mapping[str, str]] | None"
 Said: TypeAlias = "Messages | Mapping[str, Messages]"
 """After a turn, ``{ANEW: messages}``, too: they stand behind the prompt alone, and the turns before are forgotten."""
 ANEW = "anew"
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Of messages, as the endpoint takes them too, and as there a developer's is the system's. Most chat templates leave
-out a message of another role without a word, or make up a speaker."""
 
 
 @runtime_checkable

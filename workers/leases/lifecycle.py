@@ -210,19 +210,20 @@ WorkerFactory = Callable[[Broker, Settings, WorkerId], Coroutine[Any, Any, Worke
 
 
 async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
-    """Wait for the orchestrator to publish the run's settings.
+    """Wait for the orchestrator to publish the run's settings. This process is of that run from then on.
 
-    Raises: BrokerUnavailableError after ``timeout_s`` without settings; ProtocolMismatchError when they are of another
-    schema than this program's.
+    Raises: OtherRunError: the name is that of another run than this process was started for.
+    BrokerUnavailableError after ``timeout_s`` without settings; ProtocolMismatchError when they are of another schema
+    than this program's.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            if (raw := await broker.get_meta(keys.SETTINGS)) is None:
+            if (raw := await _settings_of_run(broker)) is None:
                 how = "start it with: streamrl-orchestrator serve --run NAME"
                 log.info("waiting for the run's orchestrator", run=broker.run, at_most_s=timeout_s, hint=how)
             while raw is None:
                 await asyncio.sleep(SETTINGS_POLL_S)
-                raw = await broker.get_meta(keys.SETTINGS)
+                raw = await _settings_of_run(broker)
     except TimeoutError:
         reason = f"run {broker.run!r} has no settings after {timeout_s:.0f} s; is its orchestrator running?"
         raise BrokerUnavailableError((await broker.info()).address, reason) from None
@@ -232,6 +233,14 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
         raise ProtocolMismatchError(
             f"the settings of run {broker.run!r} were written by another version of streamrl: {error}"
         ) from error
+
+
+async def _settings_of_run(broker: Broker) -> bytes | None:
+    """Settings of the run that has the name, which this process is of from then on; None as long as there are none."""
+    raw = await broker.get_meta(keys.SETTINGS)
+    if raw is None or broker.run_id or not await broker.join_run():
+        return raw
+    return await broker.get_meta(keys.SETTINGS)  # now compared
 
 
 async def serve_worker(

@@ -17,15 +17,15 @@ import unicodedata
 MAX_ROUNDS = 32
 """Wrappers within wrappers that are taken off an answer; real answers have at most five."""
 
-DECORATION = "*` '\"\u2018\u2019\u201c\u201d\u00ab\u00bb\u2713\u2714\u2705"
-"""Emphasis, quotation and check marks at either end of an answer: a model that quotes the asked form closes the
-quotation mark after it."""
+DECORATION = "*` \u2713\u2714\u2705"
+"""Emphasis and check marks at either end of an answer."""
+QUOTES = "'\"\u2018\u2019\u201c\u201d\u00ab\u00bb"
 STOPS = ".;,\u3002\uff0e"
 """Punctuation that ends a sentence or a clause."""
 
 PAIRS = (
     *(("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("```", "```"), ("**", "**"), ("__", "__")),
-    *(("`", "`"), ("<", ">")),
+    *(("`", "`"), ("<", ">"), ("'", "'"), ('"', '"'), ("\u2018", "\u2019"), ("\u201c", "\u201d"), ("\u00ab", "\u00bb")),
 )
 """Wrappers with an opening and a closing mark, longer marks first."""
 STYLES = (
@@ -39,35 +39,41 @@ _SIZES = re.compile(
     r"\\(?:displaystyle|textstyle|tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|it|rm|quad|qquad)(?![A-Za-z])"
 )
 _TAGGED = re.compile(r"<([A-Za-z][\w-]*)>(.*)</\1>", re.DOTALL)
+_BLANKS = re.compile(r"^(?:\s|~|\\[,;:!]|\\ )+|(?:\s|~|\\[,;:!]|\\(?= |$))+$")
+"""Spaces of text and of LaTeX at either end."""
 _LANGUAGE = re.compile(r"```[a-z]*\n")
 
 
-def find_answer(response: str, marker: str, *, marker_asked: bool) -> str | None:
+def find_answer(response: str, marker: str, *, marker_asked: bool, lines: int = 1) -> str | None:
     """The answer that ``response`` gives, unwrapped; None where it gives none.
 
     Args:   marker: text before an answer, in any case; the last one counts.
+            lines: lines of the right answer, as many of which the answer may have.
             marker_asked: the prompt asks for the marker, so that an answer without it is none. Elsewhere the last
             ``\\boxed{}`` counts, then a response of a single line.
     """
-    found = extract_answer(response, marker)
+    found = extract_answer(response, marker, lines=lines)
     if found is not None or marker_asked:
         return found
     if (boxed := last_box(response)) is not None:
         return unwrap(boxed) or None
     text = response.strip()
-    return (unwrap(text) or None) if text and len(text.splitlines()) == 1 else None
+    return (unwrap(text) or None) if text and len(text.splitlines()) <= lines else None
 
 
-def extract_answer(response: str, marker: str) -> str | None:
-    """The text behind the last ``marker``, unwrapped, on one line; None where there is no marker or nothing behind it.
+def extract_answer(response: str, marker: str, *, lines: int = 1) -> str | None:
+    """The text behind the last ``marker``, unwrapped; None where there is no marker or nothing behind it.
 
     The text ends with its line, or with the wrapper that it opens. The next line counts where the marker's is empty.
     """
-    ends = [found.end() for found in re.finditer(re.escape(marker), response, re.IGNORECASE)]
-    if not ends:
+    places = [found.span() for found in re.finditer(_marker_pattern(marker), response, re.IGNORECASE)]
+    if not places:
         return None
-    rest = response[ends[-1] :].lstrip(" \t*:=\r\n")
-    line = rest.partition("\n")[0]
+    begin, end = places[-1]
+    rest = response[end:].lstrip(" \t*:=\r\n")
+    line = "\n".join(rest.split("\n", lines)[:lines])
+    if response[:begin][-1:] in tuple(QUOTES):  # the asked form is quoted as a whole
+        line = line.rstrip().rstrip(STOPS).rstrip(QUOTES)
     for opening, closing in (*PAIRS[:5], ("\\boxed{", "}"), ("\\begin{", "\\end{")):
         if line.startswith(opening) and closing not in line[len(opening) :]:
             inside, closed, behind = rest[len(opening) :].partition(closing)
@@ -77,17 +83,28 @@ def extract_answer(response: str, marker: str) -> str | None:
     answer = unwrap(line)
     if (boxed := last_box(answer)) is not None:
         answer = unwrap(boxed)
-    return " ".join(answer.split()) or None
+    return (answer if lines > 1 else " ".join(answer.split())) or None
+
+
+def _marker_pattern(marker: str) -> str:
+    """``marker``, whose colon may be a wide one and may stand behind emphasis: ``**Answer**:``."""
+    if not marker.endswith(":"):
+        return re.escape(marker)
+    return re.escape(marker[:-1]) + r"[*_]{0,3} ?[:\uff1a]"
+
+
+_BOX = re.compile(r"\\f?boxed\s*\{")
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last ``\\boxed{...}`` or ``\\fbox{...}`` whose braces are balanced; None without one."""
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
-        return None
-    opened = text.index("{", start)
-    end = closing_brace(text, opened)
-    return text[opened + 1 : end] if end is not None else None
+    """The content of the last ``\\boxed{...}`` that is in no other one; None without one whose braces are balanced."""
+    content, position = None, 0
+    while (found := _BOX.search(text, position)) is not None:
+        end = closing_brace(text, found.end() - 1)
+        if end is None:
+            break
+        content, position = text[found.end() : end], end
+    return content
 
 
 def closing_brace(text: str, opened: int) -> int | None:
@@ -111,7 +128,7 @@ def unwrap(text: str) -> str:
 
 
 def _unwrap_once(text: str) -> str:
-    text = text.strip()
+    text = _BLANKS.sub("", text)
     if fenced := _LANGUAGE.match(text):
         text = "```" + text[fenced.end() :]
     for opening, closing in PAIRS:
@@ -126,7 +143,7 @@ def _unwrap_once(text: str) -> str:
     text = _COLOURED.sub("", text)
     if (styled := _STYLED.match(text)) and closing_brace(text, styled.end() - 1) == len(text) - 1:
         return text[styled.end() : -1]
-    if text.startswith("{") and "," not in text and closing_brace(text, 0) == len(text) - 1:
+    if text.startswith("{") and not any(one in text for one in ",:\"'") and closing_brace(text, 0) == len(text) - 1:
         return text[1:-1]
     stripped = text.strip(DECORATION)
     stripped = stripped if stripped.endswith("...") else stripped.rstrip(STOPS).removesuffix("\\\\")
@@ -150,6 +167,7 @@ _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n"
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+_RADICAL = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+(?:\\.\\d+)?|[A-Za-z]))")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _SYNONYMS = {
     **{"le": "leq", "ge": "geq", "ne": "neq", "leqslant": "leq", "geqslant": "geq", "lt": "<", "gt": ">"},
@@ -175,7 +193,10 @@ _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _CIRCLE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
 _FRACTION = re.compile(r"\\frac\s*(\{|\d|[A-Za-z]|\\[A-Za-z]+)")
 _ROOT = re.compile(r"\\sqrt\s*(\d|[A-Za-z](?![A-Za-z]))")
-_WORDS = re.compile(r"(?<![\\A-Za-z])(sqrt|pi|infinity|infty|theta|alpha|beta)(?![A-Za-z])")
+_WORDS = re.compile(
+    r"(?<![\\A-Za-z])(sqrt|pi|infinity|infty|theta|alpha|beta|sin|cos|tan|sec|csc|cot|ln|log|exp|arcsin|arccos|arctan)"
+    r"(?![A-Za-z])"
+)
 _BRACED_INDEX = re.compile(r"([\^_])\s*\{\s*(\w)\s*\}")
 _MATRIX = re.compile(r"\{(?:bmatrix|Bmatrix|array|smallmatrix|matrix)\}(?:\{[lcr|]+\})?")
 _NEW_ROW = "\x00"
@@ -202,6 +223,7 @@ def plain(text: str) -> str:
     text = _COMMAND.sub(_synonym, text)
     text = _WORDS.sub(lambda found: "\\" + {"infinity": "infty"}.get(found[1], found[1]), text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = text.replace("+\\infty", "\\infty")
     text = _ROOT.sub(r"\\sqrt{\1}", text.replace("**", "^").replace("<=", "\\leq ").replace(">=", "\\geq "))
     text = _BRACED_INDEX.sub(r"\1\2", _braced_fractions(_MATRIX.sub("{pmatrix}", text)))
     return " ".join(text.split()).replace(_NEW_ROW, "\\\\")
@@ -209,6 +231,7 @@ def plain(text: str) -> str:
 
 def _signs(text: str) -> str:
     text = html.unescape(_MARKUP.sub("", text)) if "&" in text or "<" in text else text
+    text = _RADICAL.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = _RAISED.sub(lambda found: _raised("".join(map(_SUPERSCRIPTS.__getitem__, found[0]))), text)
     text = _LOWERED.sub(lambda found: "_" + "".join(map(_SUBSCRIPTS.__getitem__, found[0])), text)
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)

@@ -24,6 +24,7 @@ from typing import Any
 
 from workers.scoring.answers import plain, unwrap
 from workers.scoring.quantities import (
+    MULTIPLES,
     NO_UNIT,
     Quantity,
     read_quantity,
@@ -46,12 +47,29 @@ def same_answer(right: str, said: str) -> bool:
     right = unwrap(right)
     if not right or _is_not_finite(said):
         return False
-    if _letters(right) == _letters(said):
+    if _letters(right) == _letters(said) or _is_choice(right, said):
         return True
     if len(right) > MAX_CHARACTERS or len(said) > MAX_CHARACTERS:
         return False
     wanted = _APPROXIMATELY.sub("", plain(right))
+    if not _UNIT_COMMANDS.search(right):
+        wanted = _VARIABLE.sub(r"\1*\2", wanted)
     return any(_equal(wanted, candidate) for candidate in _candidates(plain(said)))
+
+
+_UNIT_COMMANDS = re.compile(r"\\(?:text|mathrm|mbox|textrm|rm)(?![A-Za-z])")
+_VARIABLE = re.compile(r"^(-?(?:[\d.,]+|\\frac\{\d+\}\{\d+\})) ?([A-Za-z](?:\^\d)?)$")
+"""One letter behind a right answer's number: a variable, since units of right answers are set as text."""
+
+
+def _is_choice(right: str, said: str) -> bool:
+    """Whether ``said`` chooses the letter ``right`` among answers: ``(B) 42``, ``option B``."""
+    if re.fullmatch(r"[A-J]", right) is None or len(said) > MAX_CHARACTERS:
+        return False
+    text = plain(said)
+    found = re.match(r"(?:(?:option|choice|answer)\s+)?\(?([A-Ja-j])(?:[).:]+(?P<rest>\s.*|$)|$)", text, re.IGNORECASE)
+    others = re.search(r"\b[A-J]\b", found["rest"] or "") if found else None
+    return found is not None and found[1].upper() == right and not others and not _HEDGES.search(found["rest"] or "")
 
 
 def reads_as_number(text: str) -> bool:
@@ -60,7 +78,9 @@ def reads_as_number(text: str) -> bool:
         return False
     for candidate in _candidates(plain(text)):
         sides = _sides(candidate)
-        if read_quantity(sides[1] if sides is not None and _names(sides[0]) else candidate) is not None:
+        bare = sides[1] if sides is not None and _names(sides[0]) else candidate
+        within = _brackets(bare)[1]
+        if read_quantity(bare) is not None or (within != bare and read_quantity(within) is not None):
             return True
     return False
 
@@ -88,15 +108,20 @@ def _equal(right: str, said: str) -> bool:
     said_body, said_unit = split_unit(said)
     if (unit or said_unit) and (body, said_body) != (right, said):
         return units_agree(unit, said_unit) and _equal(body, said_body)
-    return _same_mathematics(right, said)
+    return "\\infty" not in right + said and _same_mathematics(right, said)
 
 
 _CAPITALS = re.compile(r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z])")
 
 
 def _letters(text: str) -> str:
-    """``text`` without spaces, in lower case but for Greek capitals: what is equal as text."""
-    return _CAPITALS.sub(r"\\capital-\1", re.sub(r"\s+", "", text)).casefold()
+    """``text`` without spaces, in lower case but for Greek capitals: what is equal as text.
+
+    It stays as it is where it has a letter in both cases (``R-r``).
+    """
+    text = _CAPITALS.sub(r"\\capital-\1", re.sub(r"\s+", "", text))
+    letters = set(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text))
+    return text if any(one.swapcase() in letters for one in letters) else text.casefold()
 
 
 def _is_not_finite(text: str) -> bool:
@@ -161,14 +186,15 @@ _LEADING = re.compile(
     r"^(?P<lead>[^\d\\$]{1,160}?(?:\b(?:is|are|was|were|be|equals?|equal to|gives?|get|obtain|:)))\s+(?P<rest>\S.*)$"
 )
 _BEFORE = re.compile(
-    r"^(?P<rest>.{1,200}?)\s+(?:is|are) (?:the|our|my|your) (?:\w+ ){0,2}(?:answers?|solutions?|results?)$",
+    r"^(?P<rest>.{1,200}?)\s+(?:is|are) (?:the|our|my|your) (?:(?:final|correct|right|only|required) ){0,2}"
+    r"(?:answers?|solutions?|results?)$",
     re.IGNORECASE,
 )
 _MARKED = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]|\*\*([^*]+)\*\*")
 _APPROXIMATELY = re.compile(
     r"^(?:\\approx|\\sim|~|=|\\to|\\Rightarrow|\\implies|→|⇒|approximately|about|exactly|only|roughly)\s*"
 )
-_ALONE = re.compile(r"(?<![\w.\\^])[-+]?[$€£]?\d+(?:[.,]\d+)*(?:/\d+)?(?![\w/^])%?")
+_ALONE = re.compile(r"(?<![\w.\\^])(?<![A-Za-z]-)[-+]?[$€£]?\d+(?:[.,]\d+)*(?:/\d+)?(?![\w/^])%?")
 
 
 def _candidates(said: str) -> Iterator[str]:
@@ -179,6 +205,9 @@ def _candidates(said: str) -> Iterator[str]:
     yield text
     if text != said:
         yield said
+    exact, about, rounded = text.partition("\\approx")
+    if about and read_quantity(rounded) is not None:
+        yield exact.strip()
     for pattern in (_BEFORE, _LEADING):
         stripped = text
         while (found := pattern.match(stripped)) is not None and not _HEDGES.search(found.groupdict().get("lead", "")):
@@ -192,21 +221,61 @@ def _candidates(said: str) -> Iterator[str]:
         yield plain(unwrap(marked.pop()))
     if read_quantity(text) is not None:
         return  # with its unit, which counts
+    if (shorter := _SPELLED.sub("", text)) != text:
+        yield shorter
+    text = shorter.replace("equal to", "equal")
     numbers = {found[0].lstrip("+") for found in _ALONE.finditer(text)}
     words = _ALONE.sub(" ", text)
     in_a_sentence = re.fullmatch(r"[A-Za-z\s,.;:'\"!?()-]*", words) and re.search(r"[A-Za-z]{2}", words)
-    changed = _HEDGES.search(words) or {word.lower() for word in words.split()} & (NO_UNIT - _IN_SENTENCES)
-    if len(numbers) == 1 and in_a_sentence and not changed:
-        yield numbers.pop()
+    if len(numbers) != 1 or not in_a_sentence:
+        return
+    number = numbers.pop()
+    before, _, after = text.partition(number)
+    if not _changes(before) and not _changes(after, allowed=_BEHIND):
+        yield number
 
 
+def _changes(words: str, allowed: frozenset[str] = frozenset()) -> bool:
+    """Whether the words beside a number make another answer of it."""
+    found = set(re.findall(r"[a-z]+", words.lower())) - allowed
+    found |= {word.removesuffix("s") for word in found}
+    counted = any(word.endswith(("ths", "teen", "ty")) or "-" in word for word in words.split())
+    hedged = any(one[0].lower() not in allowed for one in _HEDGES.finditer(words))
+    return counted or hedged or bool(found & (NO_UNIT - _IN_SENTENCES | _CHANGES | MULTIPLES))
+
+
+_SPELLED = re.compile(r"\s*\([a-z -]+\)$")
+"""Words in brackets behind an answer: its unit, or itself in words."""
+_BEHIND = frozenset(("to", "than", "from", "by", "over", "under", "least", "most"))
+"""Words that change the number behind them, and not the one before."""
 _IN_SENTENCES = frozenset(
-    (
-        *("and", "to", "from", "about", "by", "is", "are", "was", "equals", "equal", "where", "when", "for", "because"),
-        *("since", "but", "than"),
-    )
+    ("and", "about", "is", "are", "was", "equals", "equal", "where", "when", "for", "because", "since")
 )
 """Words of NO_UNIT that change no number of a sentence."""
+_CHANGES = frozenset(
+    (
+        *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "first"),
+        *(
+            "second",
+            "point",
+            "triple",
+            "thrice",
+            "cube",
+            "inverse",
+            "opposite",
+            "reciprocal",
+            "successor",
+            "log",
+            "logs",
+        ),
+        *("predecessor", "multiple", "divisible", "congruent", "reverse", "beyond", "within", "exceeds", "exceeding"),
+        *("unlike", "excluding", "hardly", "nearly", "almost", "anything", "different", "differs", "far", "close"),
+        *("other", "isnt", "arent", "dont", "cant", "wont", "add", "added", "subtract", "multiplied", "raised", "up"),
+        *("increased", "decreased", "before", "after", "binary", "base", "doubled", "halved", "negated", "reversed"),
+        *("doubt", "untrue", "mistake", "lie", "unequal", "halves", "thirds", "quarters", "fifths", "tenths"),
+    )
+)
+"""Further words that make another number of the one in their sentence, or deny it."""
 
 
 # --- equations, plus and minus ----------------------------------------------------------------------------------------
@@ -403,8 +472,8 @@ def _compares_relations(right: str, said: str) -> bool:
 
 def _is_mathematics(text: str) -> bool:
     """Whether ``text`` may be handed to math-verify: it has signs of mathematics, no words, and no huge numbers."""
-    if not re.search(r"[\d\\^+\-*/=<>]", text):
-        return False
+    if not re.search(r"[\d\\^+\-*/=<>]", text) or re.search(r"\d_|\\(?:approx|cong|mod|pmod)(?![A-Za-z])", text):
+        return False  # math-verify leaves out the base of a number, and what follows some signs
     words = re.findall(r"(?<![\\A-Za-z{])[A-Za-z]{3,}", re.sub(r"\\(?:begin|end)\{\w+\}", "", text))
     return all(word in _FUNCTIONS for word in words)
 
@@ -424,10 +493,40 @@ def _same_mathematics(right: str, said: str) -> bool:
         return False
     if (number := read_quantity(said)) is not None and not number.unit:
         return _same_value(wanted[0], number)
+    if (same := _same_exactly(wanted[0], given[0])) is not None:
+        return same
     one, other = _value(wanted[0]), _value(given[0])
     if one is not None and other is not None:  # math-verify takes 1/2^98 for 3/2^98
         return bool(abs(one - other) <= abs(one) * 10.0 ** (SPARE_DIGITS - VALUE_DIGITS))
+    endless = given[0] if one is not None else wanted[0]
+    if (one is None) != (other is None) and not (_symbols(endless) or hasattr(endless, "rhs")):
+        return False  # a number and what has no finite value
     return _verified(wanted, given)
+
+
+def _symbols(expression: Any) -> bool:
+    return bool(getattr(expression, "free_symbols", True))
+
+
+def _same_exactly(one: Any, other: Any) -> bool | None:
+    """Equality of two rational numbers; None for any other expressions."""
+    exact = [_rational(expression) for expression in (one, other)]
+    return None if None in exact else exact[0] == exact[1]
+
+
+def _rational(expression: Any) -> Fraction | None:
+    try:
+        value = expression.doit()
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # sympy's, of any answer
+        return None
+    return Fraction(int(value.p), int(value.q)) if getattr(value, "is_Rational", False) else None
 
 
 def _value(expression: Any) -> Any:
@@ -440,13 +539,13 @@ def _value(expression: Any) -> Any:
 
 def _same_value(exact: Any, said: Quantity) -> bool:
     """A number against an expression: its value, exactly or rounded."""
+    said_value = said.value / 100 if said.percent else said.value
+    if (rational := _rational(exact)) is not None and said_value == rational:
+        return True
     value = _value(exact)
     if value is None or not (value.is_Float or value.is_Rational):
         return False
-    wanted = Fraction(str(value))
-    said_value = said.value / 100 if said.percent else said.value
-    if abs(wanted - said_value) <= Fraction(1, 10**30) * max(1, abs(wanted)):
-        return True
+    wanted = rational if rational is not None else Fraction(str(value))
     return not said.percent and wanted.denominator != 1 and rounds_to(wanted, said)
 
 

@@ -40,7 +40,7 @@ class Quantity:
 
 
 _SEPARATED = re.compile(
-    r"(?P<whole>[1-9]\d{0,2}(?:(?P<mark>[, '_])\d{3})(?:(?P=mark)\d{3})*)(?P<part>\.\d*)?"  # 1,234,567.8
+    r"(?P<whole>[1-9]\d{0,2}(?:(?P<mark>[, '])\d{3})(?:(?P=mark)\d{3})*)(?P<part>\.\d*)?"  # 1,234,567.8
     r"|(?P<dotted>[1-9]\d{0,2}(?:\.\d{3})+),(?P<comma>\d+)"  # 1.234,5
     r"|(?P<spaced>[1-9]\d{0,2}(?:[ ']\d{3})+),(?P<comma2>\d+)"  # 1 234,5
     r"|(?P<dots>[1-9]\d{0,2}(?:\.\d{3}){2,})"  # 1.234.567
@@ -195,6 +195,15 @@ NO_UNIT = frozenset(
     )
 )
 """Words behind a number that say another number, or another answer."""
+MULTIPLES = frozenset(
+    (
+        *("lakh", "crore", "bn", "mil", "halves", "fifths", "tenths", "hundredths", "millionths", "wrong", "incorrect"),
+        *("false", "maybe", "perhaps", "possibly", "never", "unless", "versus", "instead", "one", "two", "three"),
+        *("four", "five", "six", "seven", "eight", "nine", "ten", "point", "increased", "decreased", "multiplied"),
+        *("raised", "doubled", "halved", "negated", "reversed", "binary", "base", "forty", "fifty", "thirty", "twenty"),
+    )
+)
+"""Further words that make another number, or a doubt, of the one before them."""
 _UNIT_TEXT = re.compile(
     r"[A-Za-z°Ωω€£¥₹¢$][A-Za-z°Ωω \-]*(?:\s*(?:/|\\cdot|\*)\s*[A-Za-z][A-Za-z ]*|\s*\^\s*\{?-?[1-4]\}?)*"
 )
@@ -230,9 +239,12 @@ def _unit(text: str, *, attached: bool) -> str:
         if (found := re.match(rf"{long}\.?\s+(.+)", lowered)) is not None:
             lowered = f"{found[1]}^{short}"
     words = re.findall(r"[a-zω]+|[°€£¥₹¢$]", lowered)
-    if any(word in NO_UNIT for word in words) or words[:1] == ["per"] or words[-1:] == ["per"]:
+    refused = any(word in NO_UNIT or _singular(word) in NO_UNIT or word in MULTIPLES for word in words)
+    if refused or words[:1] == ["per"] or words[-1:] == ["per"]:
         return ""
     known = all(_singular(word) in _UNIT_OF for word in words)
+    if any(len(word) < 3 and _singular(word) not in _UNIT_OF for word in words):
+        return ""  # a product of variables
     if attached and words[0] not in _ATTACHED and not (known and len(words[0]) > 1) and words[0] != "°":
         return ""
     if not known and len(words[0]) == 1 and len(words) == 1:

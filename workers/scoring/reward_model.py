@@ -27,7 +27,7 @@ from transformers import AutoModelForSequenceClassification
 
 from transport.contracts.settings import Settings
 from workers.errors import RewardError, RewardSetupError
-from workers.models import choose_device, load_tokenizer, model_cache, prepare_reward_model
+from workers.models import changing_rope, choose_device, load_tokenizer, model_cache, prepare_reward_model
 from workers.scoring.rewards import Reward, Sample, read_entry
 from workers.scoring.tasks import Passes
 from workers.trainer.policy.loading import NOT_BUILT
@@ -72,6 +72,8 @@ class RewardModel:
         if self._module.config.pad_token_id is None:
             self._module.config.pad_token_id = self._tokenizer.pad_token_id
         self.max_length = int(getattr(self._module.config, "max_position_embeddings", 0) or 0)
+        rope = changing_rope(self._module.config.get_text_config().to_dict())
+        self._rope_limit = rope.limit if rope is not None else 0
 
     def encode(self, conversation: Sequence[dict[str, str]]) -> list[int]:
         """The ids of a conversation that ends with the response. Raises RewardError."""
@@ -103,7 +105,9 @@ class RewardModel:
         """Indices, so that no pass of several is over ``max_tokens``. alone: it cannot tell padding from words."""
         passes: list[list[int]] = []
         for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-            if not alone and passes and (len(passes[-1]) + 1) * lengths[passes[-1][0]] <= self._max_tokens:
+            longest = lengths[passes[-1][0]] if passes else 0
+            changes = lengths[index] <= self._rope_limit < longest  # the rope of a short one, beside that one
+            if not alone and not changes and passes and (len(passes[-1]) + 1) * longest <= self._max_tokens:
                 passes[-1].append(index)
             else:
                 passes.append([index])

@@ -44,6 +44,8 @@ from workers.scoring.rewards import (
     ScoreRequest,
     Scores,
     Setup,
+    read_entry,
+    right_answers,
 )
 
 log = structlog.get_logger(__name__)
@@ -265,6 +267,43 @@ class RewardPool:
     async def close(self) -> None:
         for child in self._children:
             await child.kill()
+
+
+TRIAL_S = 30.0
+"""Seconds that ``right_over_wrong`` may take; a judge that is slower is not compared."""
+FORMS = ("{marker} {answer}", "{answer}", "\\boxed{{{answer}}}", "The answer is {answer}.")
+"""How a model may give an answer."""
+
+
+async def right_over_wrong(pool: RewardSource, trial: Sequence[Sample], marker: str) -> str:
+    """Why a reward looks as if it did not know right answers, "" where one of ``trial`` earns more than wrong ones.
+
+    Wrong are no answer and the answers of other rows. Rows without answers, calls that fail and a reward that takes
+    over TRIAL_S give no reason.
+    """
+    answers = [right_answers(read_entry(sample.entry)) for sample in trial]
+    compared = [(sample, own) for sample, own in zip(trial, answers, strict=True) if own]
+    best: tuple[float, float] | None = None
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            for sample, own in compared:
+                others = [one[0] for one in answers if one and one[0] not in own][:1]
+                for form in FORMS:
+                    right, *wrong = [
+                        (await pool.score(sample.prompt, said, sample.entry)).value
+                        for said in (form.format(marker=marker, answer=one) for one in (own[0], "", *others))
+                    ]
+                    if right > max(wrong):
+                        return ""
+                    best = max(best or (right, max(wrong)), (right, max(wrong)))
+    except (RewardError, TimeoutError):
+        return ""
+    if best is None:
+        return ""
+    return (
+        f"right answers of the {len(compared)} rows that were tried earn no more than wrong ones ({best[0]:g} and "
+        f"{best[1]:g} at most): check the reward (scoring.reward) and the column of answers (data.answer_column)"
+    )
 
 
 def open_pool(settings: Settings, spec: RewardSpec, *, processes: int) -> RewardSource:

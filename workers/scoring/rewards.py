@@ -18,10 +18,8 @@ is answered, or the process ends. An answer that a verifier of ours cannot compa
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
-import inspect
 import json
 import math
 import resource
@@ -29,23 +27,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from types import FrameType
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
 from transport.contracts.gym_tasks import refusal
 from transport.contracts.settings import ParamValue, Settings, data_parts
-from transport.contracts.types import MAX_NUMBER, Struct
+from transport.contracts.types import Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.answers import find_answer
 from workers.scoring.child import frame, own_streams, read_frame
 from workers.scoring.equality import load_mathematics, reads_as_number, same_answer
-from workers.scoring.graders import OUR_GRADERS, Entry, Grade, forbid_code_from_text
+from workers.scoring.graders import OUR_GRADERS, Entry, Grade, bounded, forbid_code_from_text
 from workers.scoring.jail import confine
+from workers.scoring.user_reward import Reward, UserReward
 from workers.user_functions.imports import find_in, import_function
 
 
@@ -74,13 +72,6 @@ class RewardSpec(Struct, frozen=True, kw_only=True):
     path: str = ""
     executes_answers: bool = False
     parts: dict[str, VerifiedPart] = msgspec.field(default_factory=dict[str, VerifiedPart])
-
-
-class Reward(Struct, frozen=True, kw_only=True):
-    """value: what the policy is trained on.  components: its parts, for people."""
-
-    value: float
-    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
 
 
 class RewardSource(Protocol):
@@ -145,10 +136,11 @@ def build_reward(spec: RewardSpec) -> Scorer:
     """Import what the reward needs. Takes seconds; raises RewardSetupError that says what is missing."""
     if spec.function:
         return _user_reward(spec.function, spec.path)
-    grades = {name: _grade_of(part) for name, part in spec.parts.items()}
-    if not grades or spec.source != "reasoning_gym":  # held-out rows of a file of their own are of no part
-        grades[""] = _grade_of(VerifiedPart(source=spec.source, task=spec.task, params=spec.params))
-    return _own_verifier(spec, grades)
+    parts = dict(spec.parts)
+    if not parts or spec.source != "reasoning_gym":  # held-out rows of a file of their own are of no part
+        parts[""] = VerifiedPart(source=spec.source, task=spec.task, params=spec.params)
+    compared = {name for name, part in parts.items() if part.source != "reasoning_gym"}
+    return _own_verifier(spec, {name: _grade_of(part) for name, part in parts.items()}, compared)
 
 
 def _grade_of(part: VerifiedPart) -> Grade:
@@ -158,9 +150,12 @@ def _grade_of(part: VerifiedPart) -> Grade:
 # --- own verifiers ----------------------------------------------------------------------------------------------------
 
 
-def right_answer(entry: Entry) -> str:
-    """The right answer; GSM8K writes its reasoning before ``####``."""
-    return str(entry.get("answer", "")).rsplit("####", 1)[-1].strip()
+def right_answers(entry: Entry) -> list[str]:
+    """The right answer, or all spellings of it; GSM8K writes its reasoning before ``####``."""
+    answer = entry.get("answer")
+    spellings = answer if isinstance(answer, list) else [answer]
+    texts = [str(one).rsplit("####", 1)[-1].strip() for one in spellings if one is not None]
+    return [text for text in texts if text]
 
 
 UNREADABLE = (
@@ -205,24 +200,31 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade]) -> Scorer:
-    """grades: by the part that an entry is of; "": of an entry that names none."""
+def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade], compared: Collection[str]) -> Scorer:
+    """grades: by the part that an entry is of; "": of an entry that names none.  compared: parts whose entries have the
+    right answer.
+    """
 
     def score(prompt: str, response: str, entry: Entry) -> Reward:
-        grade = grades.get(str(entry.get("part", "")))
+        part = str(entry.get("part", ""))
+        grade = grades.get(part)
         if grade is None:
             raise RewardError(
                 f"the task entry is of part {entry.get('part')!r:.60}, which is none of this run's data.mix"
             )
-        if not (right_one := right_answer(entry)):
+        spellings = right_answers(entry)
+        if not spellings and part in compared:
             raise RewardError("the task entry has no answer to compare with")
         asked = spec.answer_marker.casefold() in prompt.casefold()
-        answer = find_answer(response, spec.answer_marker, marker_asked=asked)
+        lines = max((len(one.splitlines()) for one in spellings), default=1)
+        answer = find_answer(response, spec.answer_marker, marker_asked=asked, lines=lines)
         right = well_formed = False
         try:
             with _cpu_limit(GRADE_CPU_S):
                 # a number where a number is asked for, or "Answer: <result>" would pay
-                well_formed = answer is not None and (reads_as_number(answer) or not reads_as_number(right_one))
+                well_formed = answer is not None and (
+                    reads_as_number(answer) or not spellings or not reads_as_number(spellings[0])
+                )
                 right = answer is not None and well_formed and grade(answer, entry)
         except (*UNREADABLE, _OutOfTimeError):
             right = False
@@ -238,7 +240,8 @@ def _gym_grade(spec: VerifiedPart) -> Grade:
     if reason := refusal(task):
         raise RewardSetupError(reason)
     if task in OUR_GRADERS:
-        return OUR_GRADERS[task]
+        load_mathematics()
+        return bounded(task, OUR_GRADERS[task])
     import reasoning_gym
 
     try:
@@ -246,83 +249,18 @@ def _gym_grade(spec: VerifiedPart) -> Grade:
     except (ValueError, TypeError, AssertionError) as error:  # it checks its configuration with assert
         raise RewardSetupError(f"reasoning_gym cannot make task {task!r} with {dict(params)}: {error}") from error
     first = dataset[0]
-    with contextlib.suppress(*UNREADABLE):
-        dataset.score_answer(
-            str(first["answer"]), first
-        )  # imports what it needs, which takes longer than an answer may
-    return lambda answer, entry: dataset.score_answer(answer, dict(entry)) >= 1.0
+    with contextlib.suppress(*UNREADABLE):  # it imports what it needs, which takes longer than an answer may
+        dataset.score_answer(str(first["answer"]), first)
+    return bounded(task, lambda answer, entry: dataset.score_answer(answer, dict(entry)) >= 1.0)
 
 
 def _answer_grade() -> Grade:
     """The comparison with the entry's answer; loads the libraries of mathematics."""
     load_mathematics()
-    return lambda answer, entry: same_answer(right_answer(entry), answer)
+    return lambda answer, entry: any(same_answer(one, answer) for one in right_answers(entry))
 
 
 # --- user's functions -------------------------------------------------------------------------------------------------
-
-
-class UserReward:
-    """A function of the user's: ``function(prompt, response, entry)``, or ``function(prompts, responses, entries)``.
-
-    The names of its parameters say which of the two it is. The second returns a list, one reward for each response.
-    An ``async`` function is awaited, in an event loop that lasts as long as this process.
-    Raises (constructor): RewardSetupError: it can be called in neither way.
-    """
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self._name = name
-        self._function = function
-        self._runner = asyncio.Runner()
-        try:
-            signature = inspect.signature(function)
-        except ValueError:  # one written in C
-            signature = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)])
-        self.takes_batches = set(signature.parameters) >= BATCH
-        try:
-            signature.bind(**dict.fromkeys(BATCH)) if self.takes_batches else signature.bind("", "", {})
-        except TypeError as error:
-            raise RewardSetupError(
-                f"reward {name!r} has the parameters {signature}: {error}. It is called (prompt, response, entry), or "
-                "for a batch (prompts, responses, entries)"
-            ) from error
-
-    def __call__(self, prompt: str, response: str, entry: Entry) -> Reward:
-        if not self.takes_batches:
-            return read_reward(self._call(prompt, response, dict(entry)))
-        (one,) = self.score_batch([(prompt, response, entry)])
-        if isinstance(one, RewardError):
-            raise one
-        return one
-
-    def score_batch(self, samples: Sequence[tuple[str, str, Entry]]) -> list[Reward | RewardError]:
-        """One call for all. Raises RewardError where it returns something else than a list of as many."""
-        result = self._call(
-            prompts=[prompt for prompt, _, _ in samples],
-            responses=[response for _, response, _ in samples],
-            entries=[dict(entry) for _, _, entry in samples],
-        )
-        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(samples):
-            wanted = f"for {len(samples)} responses, not a list of as many"
-            raise RewardError(f"the reward function returned {result!r:.60} {wanted}")
-        rewards: list[Reward | RewardError] = []
-        for one in cast("Sequence[object]", result):
-            try:
-                rewards.append(read_reward(one))
-            except RewardError as error:
-                rewards.append(error)
-        return rewards
-
-    def _call(self, *arguments: Any, **named: Any) -> object:
-        async def finish(result: Awaitable[object]) -> object:
-            return await result
-
-        result = self._function(*arguments, **named)
-        return self._runner.run(finish(result)) if inspect.isawaitable(result) else result
-
-
-BATCH = {"prompts", "responses", "entries"}
-"""Parameters of a function that takes a batch."""
 
 
 RENAMED = {"workers.scoring.toy_rewards:digit_share": "workers.scoring.rewards:digit_share"}
@@ -333,30 +271,6 @@ def _user_reward(name: str, path: str) -> UserReward:
     looked = f"looked for in {path or 'what is installed'}"
     hint = f"{looked}; name its directory with scoring.reward_path, on a worker with --reward-path"
     return UserReward(name, import_function(RENAMED.get(name, name), "reward", hint, RewardSetupError))
-
-
-def read_reward(result: object) -> Reward:
-    """What a user's function returned: a number, or a mapping with the key "reward" whose other items are components.
-
-    Raises: RewardError: anything else, or a number that is not finite.
-    """
-    if isinstance(result, Mapping):
-        numbers = {str(name): _finite(str(name), value) for name, value in result.items()}
-        if "reward" not in numbers:
-            raise RewardError(f'the reward function returned a dict without "reward": {sorted(numbers)}')
-        return Reward(value=numbers.pop("reward"), components=numbers)
-    return Reward(value=_finite("reward", result))
-
-
-def _finite(name: str, value: object) -> float:
-    if not isinstance(value, Real) and hasattr(value, "item"):
-        value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
-    if not isinstance(value, Real):
-        raise RewardError(f"the reward function returned {name} = {value!r:.60} ({type(value).__name__}), not a number")
-    number = float(value)
-    if not abs(number) <= MAX_NUMBER:
-        raise RewardError(f"the reward function returned {name} = {number}: not finite, or beyond {MAX_NUMBER:g}")
-    return number
 
 
 def read_entry(raw: bytes) -> Entry:

@@ -696,7 +696,30 @@ def _view(data: memoryview, shape: Sequence[int], dtype: torch.dtype) -> torch.T
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Sequence[int]]:
     """Their shapes, for which no tensor is put together."""
-    return tensors.shapes() if isinstance(tensors, PulledTensors) else {n: tuple(t.shape) for n, t in tensors.items()}
+    if isinstance(tensors, PulledTensors | Renamed):
+        return tensors.shapes()
+    return {n: tuple(t.shape) for n, t in tensors.items()}
+
+
+class Renamed(Mapping[str, "torch.Tensor"]):
+    """Tensors under other names, none put together before it is asked for. names: old -> new; others stay."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
+        self._tensors = tensors
+        self._old = {names.get(name, name): name for name in tensors}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[self._old[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._old)
+
+    def __len__(self) -> int:
+        return len(self._old)
+
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        shapes = shapes_of(self._tensors)
+        return {new: shapes[old] for new, old in self._old.items()}
 
 
 def check_tensors(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -48,7 +48,7 @@ from transport.process import faults
 from transport.process.clock import Clock
 from transport.tensors.base import host_id
 from transport.tensors.relay import relayed_changes
-from workers.errors import WeightsMismatchError
+from workers.errors import WeightsMismatchError, WeightsSpoiledError
 
 if TYPE_CHECKING:
     import torch
@@ -280,7 +280,8 @@ class WeightUpdates:
                     faults.point("generate.weights_loaded")
         except LOAD_FAILURES as error:
             log.warning("weights not loaded", weights=str(weights), reason=str(error))
-            return WeightsFailed(worker_id=self._worker_id, weights=weights, reason=str(error))
+            permanent = isinstance(error, WeightsMismatchError) and not isinstance(error, WeightsSpoiledError)
+            return WeightsFailed(worker_id=self._worker_id, weights=weights, reason=str(error), permanent=permanent)
         finally:
             self.loading, self._awaited = False, None
             hurrying.cancel()

@@ -25,6 +25,7 @@ from transport.contracts.settings import (
     Settings,
     TrainerSettings,
     eval_sets,
+    records_logprobs,
 )
 from transport.contracts.types import UpdateMode
 
@@ -177,11 +178,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def core_settings(settings: Settings) -> CoreSettings:
-    """Take from a run's settings what the core needs: by name, or derived.
-
-    Logprobs are recorded only when a batch takes several steps: with one step the policy that trains is still the one
-    that the logprobs would be recorded under, so the trainer's own forward pass already has them.
-    """
+    """Take from a run's settings what the core needs: by name, or derived."""
     trainer, generation = settings.trainer, settings.generation
     low, high = generation.min_workers or generation.num_workers, generation.max_workers or generation.num_workers
     scaling = ScalingSettings(
@@ -198,8 +195,7 @@ def core_settings(settings: Settings) -> CoreSettings:
     derived: dict[str, Any] = {
         "num_batches": settings.run.batches,
         "max_deaths": min(MAX_DEATHS, max(1, settings.liveness.max_restarts)),
-        "record_logprobs": settings.algorithm.old_logprobs == "recomputed"
-        and (trainer.mini_batches > 1 or trainer.epochs > 1),
+        "record_logprobs": records_logprobs(settings.algorithm.old_logprobs, trainer),
         "round_tokens": chosen_round_tokens(settings),
         "max_retained_bytes": settings.broker.max_retained_bytes,
         "max_unit_bytes": settings.rows.admitted_bytes,

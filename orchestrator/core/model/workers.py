@@ -35,7 +35,8 @@ class Worker(msgspec.Struct, kw_only=True):
     """One generation worker.
 
     capacity: samples it decodes at once.  loaded: weights it serves.  loading: weights that it was sent to load.
-    load_failures: loads that failed since the last one that succeeded.  load_reason: why the last of them failed.
+    load_failures: loads that failed since the last one that succeeded.  load_problem: why the last of them failed.
+    refused_s: when it failed for a reason that asking again cannot mend, None: it did not.
     retry_at_s: when it is asked to load again, 0: at once.  aside_s: since when it stands aside, None: it does not.
     groups: dispatched to it and not finished.  evaluating: how many of them are of the eval lane.
     in_flight: samples expected of them.  predicted_load: their tokens.
@@ -50,7 +51,8 @@ class Worker(msgspec.Struct, kw_only=True):
     loading: WeightIdentity | None = None
     load_deadline_s: float = 0.0
     load_failures: int = 0
-    load_reason: str = ""
+    load_problem: str = ""
+    refused_s: float | None = None
     retry_at_s: float = 0.0
     aside_s: float | None = None
     groups: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
@@ -70,17 +72,18 @@ class Worker(msgspec.Struct, kw_only=True):
     def stands_aside(self) -> bool:
         return self.load_failures >= MAX_LOAD_ATTEMPTS
 
-    def note_failed_load(self, reason: str, now_s: float) -> None:
+    def load_failed(self, problem: str, now_s: float) -> None:
         self.loading = None
         self.load_failures += 1
-        self.load_reason = reason
+        self.load_problem = problem
         if self.stands_aside:
             self.retry_at_s = now_s + pause_s(self.load_failures)
             self.aside_s = now_s if self.aside_s is None else self.aside_s
 
-    def note_load(self) -> None:
-        """A load succeeded, or nothing is left to load."""
-        self.load_failures, self.load_reason, self.retry_at_s, self.aside_s = 0, "", 0.0, None
+    def may_load_again(self) -> None:
+        """What failed before does not count any more."""
+        self.load_failures, self.load_problem, self.refused_s = 0, "", None
+        self.retry_at_s, self.aside_s = 0.0, None
 
     def take(self, group: Group) -> None:
         self.groups[group.group_id] = None
@@ -145,7 +148,7 @@ class Fleet(msgspec.Struct, kw_only=True):
         self.loads_pending = True
         for worker in self.workers.values():
             worker.load_failures = MAX_LOAD_ATTEMPTS if worker.stands_aside else 0
-            worker.retry_at_s = 0.0
+            worker.retry_at_s, worker.refused_s = 0.0, None
 
     def pin_to(self, weights: WeightIdentity | None, *, wanted: bool) -> None:
         """An evaluation needs workers that serve ``weights``, None: no more. wanted: also those without an attempt."""

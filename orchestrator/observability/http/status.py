@@ -27,7 +27,7 @@ blocked              null, or the same once nothing progressed for liveness.warn
                      and pending {process: reason} where an engine has not started processes yet
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
                      loading, healthy, aside_s (seconds for which it has stood aside, null: it does not),
-                     load_failures (in a row), load_reason (of the last)}]
+                     load_failures (in a row), load_problem (of the last)}]
 longest              groups that have been generated for the longest: [{group_id, worker_id, running_s, missing
                      [sample], group_size, predicted_tokens, attempt}]
 queues               {stream: entries}
@@ -39,7 +39,7 @@ gpus                 of the machine that `run` started the processes on: [{numbe
                      that they compute whom it did not start, with number, memory_mib and share null
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
-warnings             what is wrong with that batch: [sentence]
+warnings             what is wrong with that batch, and loggers that were left out: [sentence]
 num_lost, lost       workers that were lost since the orchestrator started, and the newest of them, oldest first:
                      [{worker, reason, at_s}]; those that were asked to go do not count
 given_up             why the oldest dead letter was given up, "" where there is none
@@ -84,6 +84,7 @@ from orchestrator.core.view import longest_running
 from orchestrator.loop.decide import Decider
 from orchestrator.loop.intake import Membership
 from orchestrator.loop.watchdog import Watchdog, shown_wait, wait_for_broker
+from orchestrator.observability.loggers import read_left_out
 from orchestrator.observability.metrics import MetricsLog, NewLines, warnings_of
 from orchestrator.observability.report.bubbles import stages, total, usage_by_window
 from orchestrator.observability.report.spans import build_timeline
@@ -191,6 +192,7 @@ async def publish_status(
     metrics: MetricsLog,
     mismatch_limit: float,
     gpus: Sequence[GpuUse],
+    run_dir: Path,
 ) -> None:
     """Make the status, on the board and in the broker, forever. gpus: of this machine, who of the run has them."""
     state, clock = decider.state, board.clock
@@ -218,7 +220,10 @@ async def publish_status(
             "queues": queues,
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,
-            "warnings": _warnings(view["full_precision"], metrics.last_line, mismatch_limit),
+            "warnings": [
+                *map(str, read_left_out(run_dir)),
+                *_warnings(view["full_precision"], metrics.last_line, mismatch_limit),
+            ],
             "num_lost": board.num_lost,
             "lost": list(board.lost),
             "given_up": given_up,
@@ -245,7 +250,7 @@ def log_aside(generation: Sequence[Mapping[str, Any]], said: frozenset[str]) -> 
             "worker stands aside: its loads failed; it is asked again",
             worker=worker_id,
             since_s=worker["aside_s"],
-            reason=worker["load_reason"],
+            reason=worker["load_problem"],
         )
     for worker_id in sorted(said - aside.keys()):
         log.info("worker stands aside no more", worker=worker_id)

@@ -171,7 +171,7 @@ def render_report(run: RunRecord) -> str:
             ],
             causes={cause.value: CAUSE_COLORS[cause] for cause in Cause},
             idle=[*idle, _usage_row("trainer", run.usage_of("trainer"))],
-            warnings=[warning for line in run.lines for warning in warnings_of(line, limit)],
+            warnings=[*(warning for line in run.lines for warning in warnings_of(line, limit)), *run.left_out],
             troubles=[
                 [f"{mark.at_s:.1f} s", mark.track, mark.name, "" if mark.back_s is None else f"{mark.back_s:.1f} s"]
                 for mark in run.timeline.marks

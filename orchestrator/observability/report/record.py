@@ -23,6 +23,7 @@ from orchestrator.config.starts import Start, read_starts
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import ConfigError
 from orchestrator.journal import newest_snapshot_before, read_whole_records
+from orchestrator.observability.loggers import read_left_out
 from orchestrator.observability.metrics import read_file
 from orchestrator.observability.report.bubbles import Cause, Usage, bubbles_by_batch, stages, total, usage_by_window
 from orchestrator.observability.report.spans import Mark, Timeline, build_timeline
@@ -45,6 +46,7 @@ class RunRecord:
     components: Sequence[str]  # names of the reward's
     samples: Sequence[Mapping[str, Any]]  # newest first, text as the model wrote it: hostile
     timeline: Timeline
+    left_out: Sequence[str]  # loggers that the run went on without, since when and why
     usage: Mapping[str, Usage]  # track -> seconds over the whole run
 
     @property
@@ -98,6 +100,7 @@ def read_run(run_dir: Path, *, over: bool = False) -> RunRecord:
         components=sorted(components),
         samples=read_samples(run_dir / SAMPLES),
         timeline=timeline,
+        left_out=[str(one) for one in read_left_out(run_dir)],
         usage={track: usage for track, (usage,) in usage_by_window(timeline, [0.0, timeline.end_s]).items()},
     )
 

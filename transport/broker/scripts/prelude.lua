@@ -4,14 +4,60 @@
 -- ARGV[1]  what every key of the run starts with; they share one hash tag, hence one cluster slot
 -- ARGV[2]  the number of this request in its slot
 -- ARGV[3]  the request, JSON (so that MONITOR and SLOWLOG can be read)
--- ARGV[4]  and on: binary values; in a list of the request a number stands for ARGV[number]
+-- ARGV[4]  the id of the run that the caller is of; '': it is of none, and nothing is compared
+-- ARGV[5]  and on: binary values; in a list of the request a number stands for ARGV[number]
 
 local PREFIX = ARGV[1]
-local GROUP = 'workers' -- the one consumer group of every work queue
+local RUN_ID = ARGV[4]
+-- The one consumer group of every work queue. It carries the run's id, so that a blocking read of another run, which
+-- no script can refuse, finds no group.
+local GROUP = RUN_ID == '' and KEY.workers_group or KEY.workers_group .. '-' .. RUN_ID
 local SESSION_TTL_S = 3600 -- far longer than any client tries one request again
 
 local function key(name)
   return PREFIX .. name
+end
+
+-- nil when the caller's run has the name, or the caller is of none; else the error reply.
+local function refuse_other_run()
+  local id = RUN_ID ~= '' and redis.call('HGET', key(KEY.owner), 'run_id')
+  if RUN_ID == '' or id == RUN_ID then
+    return nil
+  end
+  return redis.error_reply(id and 'OTHERRUN ' .. id or 'NORUN')
+end
+
+-- Milliseconds of this server's clock; '' where the broker's user may not ask (an access list of an earlier version).
+local function now_ms()
+  local time = redis.pcall('TIME')
+  return time.err and '' or string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+end
+
+-- Claim the name for a start of a run ({run_id, start, ...}), or renew the claim. after: the start that it follows.
+-- nil when it is the caller's now, else the error reply, and nothing was changed.
+local function hold_run(claim, after)
+  local owner = key(KEY.owner)
+  local id, start = unpack(redis.call('HMGET', owner, 'run_id', 'start'))
+  if id and (id ~= claim.run_id or start ~= claim.start and start ~= after) then
+    return redis.error_reply('OTHERRUN ' .. id)
+  end
+  if start ~= claim.start then
+    redis.call('HSET', owner, 'since_ms', now_ms())
+    for name, value in pairs(claim) do
+      redis.call('HSET', owner, name, value)
+    end
+  end
+  if not id then
+    -- Queues of a run of an earlier version: what waits in them, or was held, is handed out anew.
+    for _, stream in ipairs(redis.call('SMEMBERS', key(KEY.streams))) do
+      local groups = redis.pcall('XINFO', 'GROUPS', key(stream))
+      if not groups.err and #groups > 0 then
+        redis.pcall('XGROUP', 'CREATE', key(stream), GROUP, '0') -- BUSYGROUP: there already
+      end
+    end
+  end
+  redis.call('SET', key(KEY.owner_alive), claim.start, 'PX', KEY.alive_ms)
+  return nil
 end
 
 -- Run `effect(request)` unless this very request was run before: then give the reply of that time. A request that

@@ -26,13 +26,16 @@ local function delivered_and_held(stream)
   if groups.err or #groups == 0 then
     return nil
   end
-  local last
-  for i = 1, #groups[1], 2 do
-    if groups[1][i] == 'last-delivered-id' then
-      last = groups[1][i + 1]
+  for _, flat in ipairs(groups) do
+    local group = {}
+    for i = 1, #flat, 2 do
+      group[flat[i]] = flat[i + 1]
+    end
+    if group.name == GROUP then
+      return group['last-delivered-id'], redis.call('XPENDING', key(stream), GROUP)[2]
     end
   end
-  return last, redis.call('XPENDING', key(stream), GROUP)[2]
+  return '0-0', nil -- a queue of an earlier version, of which nothing was handed out since
 end
 
 return once(function(request)

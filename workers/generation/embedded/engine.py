@@ -48,9 +48,10 @@ from workers.generation.engine import (
     SampleKey,
     StopStrings,
 )
-from workers.models import check_model_dir, choose_device, multiplies_bf16
+from workers.models import check_model_dir, check_rope, choose_device, multiplies_bf16
 from workers.weights.adapters import AdaptedWeights, adapted_weights
-from workers.weights.pull import check_tensors, shown_names
+from workers.weights.names import names_in_files
+from workers.weights.pull import Renamed, check_tensors, shown_names
 
 log = get_logger(__name__)
 
@@ -87,10 +88,14 @@ def load_model(
     if max_context > allowed:
         raise ModelError(f"generation.max_context is {max_context}, but the model allows {allowed} tokens")
     limit = max_context or (min(allowed, CPU_MAX_CONTEXT) if device.type == "cpu" else allowed)
+    check_rope(model.config.get_text_config().to_dict(), limit)  # samples of all slots are one call
     forward = FusedForward(model, max_context=limit) if can_fuse(model) else ModuleForward(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    in_files = names_in_files(model, parameters)
     return LoadedModel(
         forward=forward,
-        parameters=dict(model.named_parameters(remove_duplicate=False)),
+        parameters=parameters,
+        names={where: name for name, where in in_files.items() if where != name},
         max_context=limit,
         vocab_size=model.get_input_embeddings().weight.shape[0],
     )
@@ -197,6 +202,7 @@ class EmbeddedEngine:
         self._directory = directory
         self._lora = lora
         self._base: dict[str, torch.Tensor] = {}
+        self._names: Mapping[str, str] = {}
         self._trust_remote_code = trust_remote_code
         self._clock = clock
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
@@ -249,6 +255,8 @@ class EmbeddedEngine:
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsMismatchError, and then the old weights are as they were."""
+
+        tensors = Renamed(tensors, self._names) if self._names else tensors
 
         def load(decoder: SlotDecoder) -> list[Result]:
             if self._lora is None:
@@ -338,6 +346,7 @@ class EmbeddedEngine:
             trust_remote_code=self._trust_remote_code,
         )
         check_memory(model, settings.slots, settings.kv_tokens)
+        self._names = model.names
         stops = StopStrings.of(self._directory, settings.stop)
         return make_decoder(
             model,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -233,13 +233,15 @@ class Forward(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """parameters: the model's tensors by each of their Hugging Face names (a tied tensor has two); writing to them
-    changes it.  max_context: tokens of prompt + response.
+    changes it.  max_context: tokens of prompt + response.  names: of tensors in the model's files -> in ``parameters``,
+    where they differ.
     """
 
     forward: Forward
     parameters: Mapping[str, torch.Tensor]
     max_context: int
     vocab_size: int
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def can_fuse(model: PreTrainedModel) -> bool:

@@ -23,7 +23,13 @@ from transport.contracts.llms import BF16
 from transport.contracts.types import GroupId, WeightIdentity
 from transport.errors import PeerUnavailableError, first_error
 from transport.process.clock import Clock
-from workers.errors import EngineHungError, ServerAnswerError, ServerUnavailableError, WeightsMismatchError
+from workers.errors import (
+    EngineHungError,
+    ServerAnswerError,
+    ServerUnavailableError,
+    WeightsMismatchError,
+    WeightsSpoiledError,
+)
 from workers.generation.engine import (
     EngineInfo,
     EngineLoad,
@@ -176,7 +182,7 @@ class ServerEngine:
         except ServerAnswerError as error:
             held.close()
             self.sender.lose(str(error))
-            raise WeightsMismatchError(f"the server did not take {held.weights}: {error}") from error
+            raise WeightsSpoiledError(f"the server did not take {held.weights}: {error}") from error
         except ServerUnavailableError as error:
             self.server.keep(held)  # the next one gets it at once
             self.sender.lose(str(error))

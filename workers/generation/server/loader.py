@@ -31,7 +31,8 @@ from transport.contracts.messages import MessageDecoder, WeightManifest, encode
 from transport.contracts.types import Struct
 from transport.process.secret import SHARED_SECRET, read_secret
 from workers.errors import WeightsMismatchError
-from workers.weights.pull import WeightPuller, check_tensors
+from workers.weights.names import names_in_files
+from workers.weights.pull import Renamed, WeightPuller, check_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +92,7 @@ def read_result(numbers: list[int]) -> LoadResult:
 # --- any server -------------------------------------------------------------------------------------------------------
 
 Take = Callable[[Mapping[str, "torch.Tensor"]], object]
-"""Has a model take tensors by their Hugging Face names."""
+"""Has a model take tensors by the names that they have in its files."""
 
 
 def carry_out(model: Any, order: LoadOrder, take: Take, processes: Callable[[], Any]) -> LoadResult:
@@ -115,7 +116,7 @@ def _carry_out(stack: ExitStack, model: Any, order: LoadOrder, take: Take, proce
         return failure or LoadResult(number=order.number, error="another process of the server could not; see its log")
     try:  # from here on the old weights are gone
         if tensors:
-            take(tensors)
+            take(Renamed(tensors, _names_in_files(model)))
     except Exception as error:  # the server's model code may raise anything, and the server would end of it
         log.exception("order %d failed half-way", order.number)
         return LoadResult(number=order.number, error=f"{type(error).__name__}: {error}", spoiled=True)
@@ -134,6 +135,8 @@ def _prepare(stack: ExitStack, model: Any, order: LoadOrder) -> tuple[Mapping[st
         if order.manifest is None:
             return {}, None
         tensors = stack.enter_context(puller.pull(order.manifest, verify=not order.verified))
+        if renamed := {where: name for name, where in _names_in_files(model).items() if name != where}:
+            tensors = Renamed(tensors, renamed)  # of a publisher of files
         check_tensors(_expected(model), tensors)
     except WeightsMismatchError as error:
         return {}, LoadResult(number=order.number, error=str(error), mismatch=True)
@@ -143,23 +146,35 @@ def _prepare(stack: ExitStack, model: Any, order: LoadOrder) -> tuple[Mapping[st
 
 
 def _expected(model: Any) -> Mapping[str, torch.Tensor]:
-    """Every tensor that a checkpoint of this model has, by its Hugging Face names, without memory behind it.
+    """Every parameter of this model, by its name in transformers, without memory behind it.
 
     A server's own parameters are fused, padded and sharded, and it may leave out in silence what it does not know.
     """
-    known: Mapping[str, torch.Tensor] | None = getattr(model, "_streamrl_expected", None)
-    if known is None:
+    return dict(_reference(model).named_parameters(remove_duplicate=False))
+
+
+def _names_in_files(model: Any) -> Mapping[str, str]:
+    """Name of each parameter in transformers -> its name in files, which is what a server's own code reads."""
+    try:
+        return names_in_files(_reference(model), _expected(model))
+    except ImportError:  # transformers below 5 renames nothing
+        return {}
+
+
+def _reference(model: Any) -> Any:
+    """The model of transformers on the meta device, built once."""
+    kept: tuple[Any] | None = getattr(model, "_streamrl_reference", None)
+    if kept is None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         # From its files: a server changes the sizes in ``model.config`` where its kernels want them padded.
         config = AutoConfig.from_pretrained(model.config.name_or_path) if model.config.name_or_path else model.config
         with torch.device("meta"):
-            reference = AutoModelForCausalLM.from_config(config)
+            reference: Any = AutoModelForCausalLM.from_config(config)
         reference.tie_weights()
-        known = dict(reference.named_parameters(remove_duplicate=False))
-        model._streamrl_expected = known
-    return known
+        model._streamrl_reference = kept = (reference,)  # in a tuple: it is no part of the server's model
+    return kept[0]
 
 
 def _all_ready(ready: bool, processes: Callable[[], Any]) -> bool:

@@ -397,6 +397,13 @@ class ServerUpkeep:
                 f"{url} cannot take new weights: install streamrl beside its {kind.name} and start it with "
                 f"{kind.loader_option} {kind.loader}"
             )
+        rope, served = self.model.rope, facts.max_context or self.model.max_context
+        if rope is not None and 0 < self._settings.max_context <= rope.limit < served:
+            raise ModelError(
+                f"{url} serves up to {served} tokens, and computes the rope of this model ({rope.kind}) for more than "
+                f"{rope.limit}, the run for {self._settings.max_context}: start it with {kind.context_option} "
+                f"{self._settings.max_context}"
+            )
         self._served = facts.label
         try:
             await self._order(None)

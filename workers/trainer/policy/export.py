@@ -35,6 +35,7 @@ from workers.trainer.policy.loading import empty_module, open_weights, stored_na
 from workers.trainer.policy.stored import NAMES, StoredTensors, bytes_of
 from workers.trainer.tensor_files import file_content
 from workers.weights.adapters import Merging, check_adapters
+from workers.weights.names import names_in_files
 from workers.weights.parts import shard_of
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -82,6 +83,7 @@ class Exporter:
         was there before is.
         """
         module = empty_module(self.model_dir, trust_remote_code=self.trust_remote_code)
+        in_files = names_in_files(module, (name for name, _ in module.named_parameters()))
         layers = lora_layers.adapted_layers(module, self.lora)
         if layers:
             lora_layers.attach(module, layers, self.lora)
@@ -100,7 +102,7 @@ class Exporter:
                     _write_adapter(weights, self.lora, layers, self.model_dir, aside / ADAPTER_DIR)
                     adapters = {name: weights.whole(name) for name in weights.shapes}
                     merged = opened.enter_context(closing(MergedWeights(module, self.model_dir, adapters, self.lora)))
-                _write_weights(merged, getattr(torch, named), aside)
+                _write_weights(merged, getattr(torch, named), in_files, aside)
             for name in ("config.json", "generation_config.json"):
                 if (self.model_dir / name).is_file():
                     shutil.copyfile(self.model_dir / name, aside / name)
@@ -171,8 +173,8 @@ def _write_adapter(
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def _write_weights(weights: Weights, dtype: torch.dtype, directory: Path) -> None:
-    """As ``model.safetensors``, or, where that is too large, several files and an index."""
+def _write_weights(weights: Weights, dtype: torch.dtype, in_files: Mapping[str, str], directory: Path) -> None:
+    """As ``model.safetensors``, or, where that is too large, several files and an index. in_files: names there."""
     files: list[list[str]] = [[]]
     room = MAX_FILE_BYTES
     for name, shape in weights.shapes.items():
@@ -185,9 +187,10 @@ def _write_weights(weights: Weights, dtype: torch.dtype, directory: Path) -> Non
     placed: dict[str, str] = {}
     for number, names in enumerate(files):
         file = shard_name(MODEL_FILE, number, len(files))
-        placed |= dict.fromkeys(names, file)
+        placed |= dict.fromkeys((in_files[name] for name in names), file)
         tensors = {
-            name: (NAMES[dtype], weights.shapes[name], partial(_cast_bytes, weights, name, dtype)) for name in names
+            in_files[name]: (NAMES[dtype], weights.shapes[name], partial(_cast_bytes, weights, name, dtype))
+            for name in names
         }
         with (directory / file).open("wb") as opened:
             opened.writelines(file_content(tensors, {"format": "pt"}))

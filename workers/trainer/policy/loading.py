@@ -7,13 +7,16 @@
 So a rank needs memory for its share and a few megabytes, whatever the size of the model. What is computed rather than
 stored (the frequencies of rotary embeddings) is computed here, on every rank.
 
-Owns: which tensor of a directory belongs to which parameter. Never: how a model is split. Invariant: afterwards every
-parameter and buffer has the value that ``from_pretrained`` gives it, or ModelError was raised.
+Owns: which tensor of a directory belongs to which parameter, and which directories are refused because a reader of them
+would leave something out. Never: how a model is split. Invariant: afterwards every parameter and buffer has the value
+that ``from_pretrained`` gives it, or ModelError was raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers.errors import ModelError, TensorFileError
 from workers.models import check_model_dir, weight_files
 from workers.trainer.policy.stored import StoredTensors
+from workers.trainer.tensor_files import BLOCK_BYTES
 from workers.weights.adapters import is_adapter
+from workers.weights.names import names_read
 from workers.weights.parts import Shard, shard_of
+from workers.weights.pull import shown_names
 
 NOT_BUILT = (
     *(OSError, ValueError, RuntimeError, LookupError, ImportError),
@@ -83,18 +89,19 @@ def _wanted(module: PreTrainedModel, model_dir: Path, shapes: Mapping[str, tuple
 
 
 def stored_names(module: PreTrainedModel, model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Of every parameter and stored buffer that is no adapter, its (first) name -> that in ``model_dir``.
+    """(First) name of every parameter and stored buffer that is no adapter -> its name in ``model_dir``.
 
     shapes: of what is stored there.  Raises ModelError.
     """
     aliases = _aliases(module)
+    sources = names_read(module, shapes).sources
     found: dict[str, str] = {}
     for names, tensor in _stored_tensors(module):
         if is_adapter(names[0]):
             continue
-        name = _stored_name(names, shapes, aliases, module.base_model_prefix)
+        name = _stored_name(names, sources, aliases, module.base_model_prefix)
         if name is None:
-            raise ModelError(f"{model_dir} holds no tensor {names[0]}: it is not the whole model, or another one")
+            raise ModelError(f"{model_dir} holds no tensor {names[0]}: {_why_missing(module, names[0], shapes)}")
         if shapes[name] != tuple(tensor.shape):
             raise ModelError(
                 f"{model_dir}: tensor {name} has shape {list(shapes[name])}, the model of config.json "
@@ -102,6 +109,125 @@ def stored_names(module: PreTrainedModel, model_dir: Path, shapes: Mapping[str, 
             )
         found[names[0]] = name
     return found
+
+
+def _why_missing(module: PreTrainedModel, name: str, stored: Iterable[str]) -> str:
+    """What is wrong with a directory without tensor ``name``, and what to do."""
+    stored = sorted(stored)
+    if unmerged := next((one for one in stored if ".lora_A." in one or ".base_layer." in one), None):
+        return f"its adapters are not merged ({unmerged}): save the model after peft's merge_and_unload()"
+    bare = name.removeprefix(f"{module.base_model_prefix}.")
+    for ending in (f".{name}", f".{bare}"):
+        if under := next((one for one in stored if one.endswith(ending)), None):
+            prefix = under.removesuffix(ending)
+            return (
+                f"it is stored as {under}. Save the model itself, not what it is wrapped in ({prefix}), so that its "
+                "tensors have the names that transformers gives them"
+            )
+    head = cast(Any, module).get_output_embeddings()
+    if head is not None and any(one is head.weight for one in module.parameters()) and _is_name_of(module, name, head):
+        return (
+            "config.json says tie_word_embeddings = false, so the model has an output embedding of its own: set it to "
+            "true if the model is tied, else copy or save the model again"
+        )
+    return "it is not the whole model, or another one"
+
+
+def _is_name_of(module: nn.Module, name: str, owner: nn.Module) -> bool:
+    return any(part is owner and name == f"{where}.weight" for where, part in module.named_modules())
+
+
+def check_stored(module: PreTrainedModel, model_dir: Path) -> list[str]:
+    """Whether every reader of ``model_dir`` makes the same model of it. module: the whole model, on the meta device.
+
+    Returns: remarks, a sentence each: tensors that are left out, and are none of this model's.
+    Raises:  ModelError: quantised or converted weights, one that is missing, of another shape, there twice, tied in
+             config.json and stored apart, or left out though it belongs to a part of the model.
+    """
+    stored = open_weights(model_dir)
+    try:
+        return _check_stored(module, model_dir, stored)
+    except (OSError, TensorFileError) as error:
+        raise ModelError(f"cannot read weights of {model_dir}: {error}") from error
+    finally:
+        stored.close()
+
+
+def _check_stored(module: PreTrainedModel, model_dir: Path, stored: StoredTensors) -> list[str]:
+    family, name = module.config.model_type, type(module).__name__
+    if quantised := getattr(module.config, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ModelError(
+            f"{model_dir} holds quantised weights (quantization_config in config.json: {method}), which are not "
+            "trained: name the model that they were made of, or save it dequantised"
+        )
+    read = names_read(module, stored.shapes)
+    if read.converted:
+        raise ModelError(
+            f"{model_dir}: transformers changes tensors of {family} as it loads them ({shown_names(read.converted)}), "
+            "which the trainer does not do: use a model of another family"
+        )
+    tensors = list(_stored_tensors(module))
+    names = {one for named, _ in tensors for one in named}
+    for target, sources in read.sources.items():
+        if target in names and len(sources) > 1:
+            raise ModelError(f"{model_dir} holds {target} {len(sources)} times, as {', '.join(sources)}: remove one")
+    of_module = stored_names(module, model_dir, stored.shapes)
+    for where in of_module.values():
+        if not stored.dtype(where).is_floating_point or stored.dtype(where).itemsize == 1:
+            kind = str(stored.dtype(where)).removeprefix("torch.")
+            raise ModelError(
+                f"{model_dir}: {where} is stored as {kind}, so the weights are quantised, and are not trained: name "
+                "the model that they were made of, or save it dequantised"
+            )
+    for named, _ in tensors:
+        first, *others = [read.sources[one][0] for one in named if one in read.sources] or [""]
+        for other in others:
+            if not _is_equal(stored, first, other):
+                raise ModelError(
+                    f"{model_dir}: config.json says that {first} and {other} are one tensor (tie_word_embeddings), and "
+                    "two that differ are stored: set tie_word_embeddings to false to keep both, or remove the one "
+                    "that is not the model's"
+                )
+    return _left_out(module, name, model_dir, {one for one in read.sources if one not in names})
+
+
+def _is_equal(stored: StoredTensors, one: str, other: str) -> bool:
+    """Whether two stored tensors are equal, read a few megabytes at a time."""
+    shape = stored.shapes[one]
+    if stored.shapes[other] != shape:
+        return False
+    rows = max(1, BLOCK_BYTES // (4 * max(1, math.prod(shape[1:]))))
+    for row in range(0, shape[0], rows):
+        pair = [torch.empty(min(rows, shape[0] - row), *shape[1:]) for _ in (one, other)]
+        start = (row, *(0 for _ in shape[1:]))
+        stored.read({name: Shard(part, start, shape) for name, part in zip((one, other), pair, strict=True)})
+        if not torch.equal(*pair):
+            return False
+    return True
+
+
+def _left_out(module: PreTrainedModel, name: str, model_dir: Path, unknown: set[str]) -> list[str]:
+    """Remarks on stored tensors that ``module`` does not have. Raises ModelError: they belong to a part that it has."""
+    buffers = {where.rpartition(".")[2] for where, _ in module.named_buffers()}  # frequencies that old files hold
+    ignored = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
+    rest = sorted(one for one in unknown if one.rpartition(".")[2] not in buffers)
+    mere = [one for one in rest if any(pattern.search(one) for pattern in ignored)]
+    parts = {where for where, _ in module.named_modules()} - {""}
+    ours = [one for one in rest if one not in mere and one.partition(".")[0] in parts]
+    if ours:
+        raise ModelError(
+            f"{model_dir} holds {_tensors(ours)} that a {name} of its config.json does not have, and that would be "
+            f"left out: {shown_names(ours)}. Correct config.json (its number of layers, its biases), or save the model "
+            "again with transformers"
+        )
+    if not rest:
+        return []
+    return [f"left out {_tensors(rest)} of {model_dir}, no part of {name}: {shown_names(rest)}"]
+
+
+def _tensors(names: Sequence[str]) -> str:
+    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
@@ -142,12 +268,12 @@ def _aliases(module: PreTrainedModel) -> dict[str, str]:
 
 
 def _stored_name(
-    names: list[str], stored: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], prefix: str
+    names: list[str], sources: Mapping[str, list[str]], aliases: Mapping[str, str], prefix: str
 ) -> str | None:
     """As what the tensor is stored. A directory that was saved without the head lacks the trunk's prefix."""
     candidates = names + [aliases[name] for name in names if name in aliases]
     bare = [name.removeprefix(f"{prefix}.") for name in candidates]
-    return next((name for name in candidates + bare if name in stored), None)
+    return next((sources[name][0] for name in candidates + bare if name in sources), None)
 
 
 def _computed_buffers(module: nn.Module) -> Iterable[tuple[nn.Module, str]]:

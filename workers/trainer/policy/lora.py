@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from transformers import PreTrainedModel
 
 from transport.contracts.settings import LoraSettings
+from transport.process.words import closest, did_you_mean
 from workers.errors import ModelError
 from workers.trainer.policy.parallel import recast
 from workers.weights.adapters import A, B
@@ -52,20 +53,36 @@ class AdaptedLinear(nn.Linear):
 def adapted_layers(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
     """Names of the layers that get an adapter: linear ones, but the output embedding; none where the rank is 0.
 
-    Raises ModelError: a target that is the name, or the end of the name, of none; it says which there are.
+    module: may be on the meta device, and must not be split over ranks yet.
+    Raises: ModelError: a target is the name, or the end of the name, of no layer; or the rank is larger than one of
+            the layers allows.
     """
     if not lora.rank:
         return []
     linear = linear_layers(module)
-    if ALL_LINEAR in lora.targets:
-        return linear
     for target in lora.targets:
-        if not any(_is_meant(name, target) for name in linear):
+        if target != ALL_LINEAR and not any(_is_meant(name, target) for name in linear):
+            known = short_names(linear)
             raise ModelError(
-                f"trainer.lora.targets = {list(lora.targets)}: the model has no linear layer {target!r}; it has "
-                f'{", ".join(short_names(linear))}, or take "{ALL_LINEAR}"'
+                f"trainer.lora.targets = {list(lora.targets)}: the model has no linear layer {target!r}"
+                f"{did_you_mean(closest(target, [*known, ALL_LINEAR]))}; it has {', '.join(known)}, or take "
+                f'"{ALL_LINEAR}"'
             )
-    return [name for name in linear if any(_is_meant(name, target) for target in lora.targets)]
+    every = ALL_LINEAR in lora.targets
+    adapted = [name for name in linear if every or any(_is_meant(name, target) for target in lora.targets)]
+    _check_rank(module, adapted, lora.rank)
+    return adapted
+
+
+def _check_rank(module: PreTrainedModel, layers: Iterable[str], rank: int) -> None:
+    """Raises ModelError: a product of ``rank`` inner dimensions has more of them than the smallest layer."""
+    sides = {name: min(cast(nn.Linear, module.get_submodule(name)).weight.shape) for name in layers}
+    name = min(sides, key=lambda one: sides[one], default="")
+    if name and rank > sides[name]:
+        raise ModelError(
+            f"trainer.lora.rank = {rank} must be at most {sides[name]}, the smaller side of {name}: a larger adapter "
+            "holds more than the layer itself; set a smaller rank, or leave that layer out of trainer.lora.targets"
+        )
 
 
 def linear_layers(module: PreTrainedModel) -> list[str]:

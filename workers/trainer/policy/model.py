@@ -12,9 +12,9 @@ Legend: N loss tokens, D hidden size, V words.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,20 +25,21 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transport.contracts.settings import LoraSettings, Settings
 from transport.contracts.types import GroupId, RowId
+from transport.process.logs import get_logger
 from workers.algorithms.loss import LossMetrics, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
-from workers.models import choose_device, multiplies_bf16
+from workers.models import check_rope, choose_device, multiplies_bf16
 from workers.trainer.learner import PromptGroup, TrainingSample
-from workers.trainer.policy import attention
+from workers.trainer.policy import attention, probe
 from workers.trainer.policy import lora as lora_layers
 from workers.trainer.policy.gradients import FlatSums, ShardedSums, global_norm
 from workers.trainer.policy.head import Head, HeadLoss, target_logprobs, whole_rows
-from workers.trainer.policy.loading import empty_module, load_weights
+from workers.trainer.policy.loading import NOT_BUILT, check_stored, empty_module, load_weights
 from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
 from workers.trainer.policy.parallel import (
     DATA,
@@ -60,12 +61,12 @@ from workers.trainer.policy.pipeline import Pipeline
 from workers.trainer.policy.streamed_layers import stream_layers
 from workers.weights.adapters import Merging
 
-PROBE_TOLERANCE = 1e-3
-"""Largest difference between our logprobs and the model's own that passes for rounding (fp32)."""
+log = get_logger(__name__)
+
+PROBE_TOLERANCE = 1e-5
+"""Largest difference between packed logprobs and the model's own that passes for rounding (fp32), nats."""
 SLIDING = "sliding_attention"
 """What transformers calls a layer that sees a window."""
-PROBE_WORDS, PROBE_LAYERS = 64, 2
-"""Of the small model that stands for one that no rank holds whole."""
 
 
 class PolicyModel:
@@ -278,7 +279,7 @@ def loss_gradient(logprobs: Tensor, tokens: TokenBatch, objective: Objective) ->
     """(loss sum, its gradient by the logprobs)."""
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
-        loss = loss_sum(leaf, tokens, objective, loss_terms(objective))
+        loss = loss_sum(leaf, tokens.with_old(logprobs, objective), objective, loss_terms(objective))
         (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient
 
@@ -389,41 +390,84 @@ def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: boo
     return module
 
 
-def empty_policy(model_dir: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def empty_policy(
+    model_dir: Path, *, trust_remote_code: bool = False, say: Callable[[str], object] = log.warning
+) -> PreTrainedModel:
     """The model of a directory without its weights: on torch's meta device, for ``load_weights`` to fill.
 
-    Raises: ModelError: the directory is missing or broken, or its model cannot be trained packed, which is found with
-            a small one of the same kind.
+    say: hears remarks on the directory, a sentence each.
+    Raises: ModelError: the directory is missing or broken, holds a mixture of experts or weights that are not those of
+            its config.json, or its model cannot be trained packed, which is found with a small one of the same kind.
     """
     ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
     module = empty_module(model_dir, attention=attention.ATTENTION, trust_remote_code=trust_remote_code)
-    small = copy.deepcopy(module.config)
-    small.vocab_size, small.num_hidden_layers = PROBE_WORDS, min(PROBE_LAYERS, small.num_hidden_layers)
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[: small.num_hidden_layers]
-    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(small, token, None)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        probe = AutoModelForCausalLM.from_config(
-            small,
-            dtype=torch.float32,
-            attn_implementation=attention.ATTENTION,
-            trust_remote_code=trust_remote_code,
-        )
-    check_packing(cast(PreTrainedModel, probe.eval()))
+    check_dense(module)
+    for remark in check_stored(module, model_dir):
+        say(remark)
+    check_family(module, trust_remote_code=trust_remote_code)
     return module
 
 
-def check_window(config: PreTrainedConfig, max_context: int) -> None:
-    """Raises ModelError: samples may be longer than the window of some of the model's layers.
+def check_dense(module: PreTrainedModel) -> None:
+    """Raises ModelError: the model is a mixture of experts."""
+    for where, part in module.named_modules():
+        if "Experts" in type(part).__name__ or where.rpartition(".")[2] == "experts":
+            raise ModelError(
+                f"{module.config.model_type} is a mixture of experts ({where}), which the trainer does not train yet: "
+                "use a dense model"
+            )
 
-    The first such sample ended a run. max_context: as the setting of generation; 0: what the model allows.
+
+def check_family(module: PreTrainedModel, *, trust_remote_code: bool = False) -> None:
+    """Try packing on small models of ``module``'s family: a narrow one, and where that fails one of its own width.
+
+    Raises ModelError naming the family, and the kinds of layers at fault where others are not.
     """
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if not window or not getattr(config, "use_sliding_window", True) or (kinds and SLIDING not in kinds):
+    kinds = probe.kinds_of_layers(module)
+
+    def check(layers: Sequence[int], *, narrow: bool) -> None:
+        check_packing(
+            probe.small_model(
+                module,
+                layers,
+                attention=attention.ATTENTION,
+                narrow=narrow,
+                trust_remote_code=trust_remote_code,
+            )
+        )
+
+    def fails(index: int) -> bool:
+        try:
+            check([index], narrow=True)
+        except ModelError:
+            return True
+        return False
+
+    layers = probe.chosen_layers(kinds, len(probe.decoder_layers(module)))
+    with torch.random.fork_rng(devices=[]), suppress(ModelError):
+        return check(layers, narrow=True)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            check(layers, narrow=False)
+        except ModelError as error:
+            guilty = [kind for kind, index in kinds.items() if len(kinds) > 1 and fails(index)]
+            named = f" (its layers of kind {', '.join(guilty)})" if 0 < len(guilty) < len(kinds) else ""
+            raise ModelError(f"{error}{named}") from error
+
+
+def check_window(config: PreTrainedConfig, max_context: int, *, served: bool = False) -> None:
+    """Raises ModelError: samples may be longer than the window of some of the model's layers, or reach the change of a
+    rope.
+
+    The first such sample ended a run, or was trained otherwise beside a long one. max_context: as the setting of
+    generation; 0: what the model allows.  served: SGLang or vLLM generates.
+    """
+    text = cast(Any, config.get_text_config())
+    longest = max_context or getattr(text, "max_position_embeddings", 0) or 0
+    check_rope(text.to_dict(), longest, served=served)
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    if not window or not getattr(text, "use_sliding_window", True) or (kinds and SLIDING not in kinds):
         return
-    longest = max_context or config.max_position_embeddings
     if longest > window:
         raise ModelError(
             f"layers of this {config.model_type} model see {window} tokens (sliding_window), and a sample may have "
@@ -448,34 +492,51 @@ def plain_head(module: PreTrainedModel) -> nn.Linear:
 
 @torch.no_grad()
 def check_packing(module: PreTrainedModel) -> None:
-    """Compare packed logprobs with the model's own on two short samples, once, in fp32.
+    """Compare packed logprobs with the model's own, each sample alone, for two groups in one row, in fp32.
 
-    A model may ignore our attention function, scale its logits, or place tokens by something else than position ids;
-    it would train, wrongly. Raises ModelError naming the model.
+    A model may ignore our attention function, scale its logits, place tokens by something else than position ids, or
+    read neighbours in a convolution; it would train, wrongly. Raises ModelError naming the model.
     """
     vocabulary = int(cast(Any, module).get_input_embeddings().weight.shape[0])
-    ids = np.random.default_rng(0).integers(0, vocabulary, size=12).astype(np.int32)
-    prompt, responses = ids[:4], (ids[4:9], ids[9:])
-    samples = [
-        TrainingSample(
-            row_id=RowId(f"0/0/{i}"), response_ids=r, rollout_logprobs=np.zeros(len(r), np.float32), advantage=0.0
-        )
-        for i, r in enumerate(responses)
-    ]
-    group = PromptGroup(group_id=GroupId("0/0"), prompt_ids=prompt, samples=samples)
-    batch = pack([group], "token_mean", module.device)
-    ours = packed_logprobs(module, batch, 1.0)
-    module.set_attn_implementation("eager")
-    theirs: list[Tensor] = []
-    for response in responses:
-        row = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(module.device)[None]
-        logits = cast(Any, module)(input_ids=row, use_cache=False).logits
-        logprobs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        theirs.append(logprobs.gather(1, row[0, len(prompt) :, None])[:, 0])
-    module.set_attn_implementation(attention.ATTENTION)
+    ids = np.random.default_rng(0).integers(0, vocabulary, size=26).astype(np.int32)
+    prompts, responses = (ids[:4], ids[4:7]), ((ids[7:12], ids[12:15], ids[15:16]), (ids[16:20], ids[20:26]))
+    groups = [_probe_group(number, *given) for number, given in enumerate(zip(prompts, responses, strict=True))]
+    name = type(module).__name__
+    try:
+        ours = packed_logprobs(module, pack(groups, "token_mean", module.device), 1.0)
+        module.set_attn_implementation("eager")
+        theirs = [
+            _own_logprobs(module, group.prompt_ids, sample.response_ids) for group in groups for sample in group.samples
+        ]
+    except NOT_BUILT as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelError(f"{name} cannot be trained packed: {reason}") from error
+    finally:
+        module.set_attn_implementation(attention.ATTENTION)
     error = (ours - torch.cat(theirs)).abs().max().item()
     if not error < PROBE_TOLERANCE:
         raise ModelError(
-            f"{type(module).__name__} cannot be trained packed: its logprobs then differ by {error:.3g} from those of"
-            " its own forward pass"
+            f"{name} cannot be trained packed: its logprobs then differ by {error:.3g} from those of its own forward"
+            " pass"
         )
+
+
+def _probe_group(number: int, prompt: NDArray[np.int32], responses: Sequence[NDArray[np.int32]]) -> PromptGroup:
+    samples = [
+        TrainingSample(
+            row_id=RowId(f"0/{number}/{i}"),
+            response_ids=ids,
+            rollout_logprobs=np.zeros(len(ids), np.float32),
+            advantage=0.0,
+        )
+        for i, ids in enumerate(responses)
+    ]
+    return PromptGroup(group_id=GroupId(f"0/{number}"), prompt_ids=prompt, samples=samples)
+
+
+def _own_logprobs(module: PreTrainedModel, prompt: NDArray[np.int32], response: NDArray[np.int32]) -> Tensor:
+    """[R] logprobs of ``response``, of the model's own forward pass over this sample alone."""
+    row = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(module.device)[None]
+    logits = cast(Any, module)(input_ids=row, use_cache=False).logits
+    logprobs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logprobs.gather(1, row[0, len(prompt) :, None])[:, 0]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from transport.broker.base import Broker
 from transport.contracts.messages import WeightManifest, encode
-from transport.contracts.settings import AlgorithmSettings, Settings, TrainerSettings
+from transport.contracts.settings import AlgorithmSettings, Settings, TrainerSettings, records_logprobs
 from transport.contracts.types import RowId
 from transport.process.storage import Place
 from workers.algorithms.loss import LossMetrics, Objective, OwnLoss, normaliser, rollout_entropy
@@ -335,8 +335,8 @@ class TrainStep:
         return self._settings.parallel.buckets or [max(1, most // part) for part in (8, 4, 2, 1)]
 
     def _with_old(self, sample: TrainingSample) -> TrainingSample:
-        """With its old-policy logprobs."""
-        if self._objective.old_logprobs == "rollout":
+        """The row with its recorded old-policy logprobs, where they are recorded. Raises ValueError: they were not."""
+        if not records_logprobs(self._objective.old_logprobs, self._settings):
             return sample
         if sample.row_id not in self._old_logprobs:
             raise ValueError(f"row {sample.row_id} came to be trained before its old-policy logprobs were recorded")

@@ -49,7 +49,7 @@ export function problemsOf(status) {
     found.push({ key: "blocked", level: "bad", brief: `no progress for ${duration(blocked.still_s)}`, text: `Blocked for ${duration(blocked.still_s)}: ${text}` });
   }
   for (const worker of (status.generation || []).filter(({ aside_s }) => typeof aside_s === "number")) {
-    const text = `${worker.worker_id} stands aside since ${duration(worker.aside_s)}: it cannot load the newest weights (${worker.load_reason}); it is asked again`;
+    const text = `${worker.worker_id} stands aside since ${duration(worker.aside_s)}: it cannot load the newest weights (${worker.load_problem}); it is asked again`;
     found.push({ key: `aside ${worker.worker_id}`, level: "warn", brief: `${worker.worker_id} stands aside`, text });
   }
   if (queues.dead) found.push({ key: "dead", level: "bad", brief: plural(queues.dead, "dead letter"), text: `Given up: ${given_up || plural(queues.dead, "unit")} (streamrl-orchestrator inspect, retry, drop)` });
