@@ -149,6 +149,8 @@ async def _collect(
     model_dir = await prepare_model(settings.model.path, logs, lambda text: print(text, flush=True))
     source = await asyncio.to_thread(open_source, settings, model_dir, scored=rewards)
     problems = source.problems[:count]
+    for remark in source.remarks:
+        print(f"note: {remark}", flush=True)
     if rewards:
         for doubt in await check_workers(settings, problems):
             print(f"note: {doubt}", flush=True)

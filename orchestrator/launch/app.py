@@ -383,7 +383,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     requests = None if trains else RequestStore(rundir.path / REQUESTS)
     ranking = await open_ranking(settings, rundir, clock, inbox)
     own_prompt = partial(read_own_prompt, broker) if settings.endpoint.enabled else None
-    prompts, trial = await open_prompts(settings, model_dir, state, requests, ranking, restated, own_prompt)
+    prompts, trial, remarks = await open_prompts(settings, model_dir, state, requests, ranking, restated, own_prompt)
     planner = Planner(lambda: state.settings)
     executor = Executor(broker, fence, prompts, planner.request, on_finish=ended.finish, last_seq=state.seq)
     passes = settings.trainer.epochs
@@ -408,6 +408,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     gpus = [gpu for start in read_starts(rundir)[-1:] for gpu in start.gpus]
     history = PageHistory(rundir.metrics, membership, samples, clock)
     board = StatusBoard(clock, go_on=go_on, away=broker.away)
+    board.remarks = remarks
 
     def observe(event: Event, commands: Sequence[Command], now_s: float) -> None:
         watchdog.observe(event, commands)
@@ -537,9 +538,12 @@ async def open_prompts(
     ranking: Ranking | None,
     restated: Sequence[Issued],
     own_prompt: ReadOwnPrompt | None,
-) -> tuple[PromptServer, TrialRows | None]:
-    """Prompts, from where the state left off, with the problems of evaluations where there are any; and the rows that a
-    reward is tried on. own_prompt: None where agents bring none. Raises DataError."""
+) -> tuple[PromptServer, TrialRows | None, tuple[str, ...]]:
+    """Prompts, from where the state left off, with the problems of evaluations where there are any; the rows that a
+    reward is tried on; and what a user should know of the prompts.
+
+    own_prompt: None where agents bring none. Raises DataError.
+    """
     source = requests or await asyncio.to_thread(open_source, settings, model_dir)
     source.seek(state.pipeline.prompts.last_position)
     evaluates = settings.eval.every > 0 or state.pipeline.evaluations.current is not None
@@ -551,7 +555,7 @@ async def open_prompts(
     trial = trial_rows(source.problems, settings.scoring) if isinstance(source, ShuffledSource | MixedSource) else None
     sampling = sampling_of_sets(settings)
     server = PromptServer(source, predictor, held_out=problems, sampling=sampling, learnt=learnt, own_prompt=own_prompt)
-    return server, trial
+    return server, trial, source.remarks if isinstance(source, ShuffledSource | MixedSource) else ()
 
 
 async def read_own_prompt(broker: Broker, group_id: GroupId) -> bytes | None:

@@ -59,6 +59,8 @@ class RunConsole:
                     version = status.get("went_back_to", 0)
                     where = f"version {version}" if version else "the base model, for want of a whole checkpoint"
                     self._note_once(text, f"damaged checkpoint, going on from {where}: {text}")
+                for text in status.get("remarks", ()):
+                    self._note_once(text, f"note: {text}")
                 for worker in status.get("workers", ()):
                     if worker["counters"].get("jailed", 1.0) == 0.0 and worker["doing"] != STARTING:
                         self._note_once(

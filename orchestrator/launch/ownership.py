@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -91,6 +91,12 @@ def claim_of(rundir: RunDir, run_id: str, start: str) -> RunClaim:
 
 # -- the name
 
+Writing = Callable[[Callable[[], Awaitable[object]]], Awaitable[None]]
+
+
+async def _written_once(write: Callable[[], Awaitable[object]]) -> None:
+    await write()
+
 
 async def check_name(broker: Broker, rundir: RunDir) -> None:
     """Change nothing. Raises RunExistsError (OtherRunError): the next start would not get its name."""
@@ -99,15 +105,18 @@ async def check_name(broker: Broker, rundir: RunDir) -> None:
     await _may_take(broker, rundir, claim_of(rundir, run_id, ""), former, exclusive=False)
 
 
-async def take_name(broker: Broker, rundir: RunDir, *, exclusive: bool = False) -> RunClaim:
+async def take_name(
+    broker: Broker, rundir: RunDir, *, exclusive: bool = False, written: Writing = _written_once
+) -> RunClaim:
     """Claim the name for a new start of the run in ``rundir``, which is locked. Of starts at one instant one gets it.
 
-    exclusive: the broker is the run's own, and was started by this process.
+    exclusive: the broker is the run's own, and was started by this process.  written: calls what it is given until the
+    broker takes it, as a run that goes on waits for room there.
     Raises RunExistsError (OtherRunError): whose name it is, and what to do. Nothing was changed on the broker.
     """
     claim, former = note_start_id(rundir)
     after = await _may_take(broker, rundir, claim, former, exclusive=exclusive)
-    await broker.hold_run(claim, after=after)
+    await written(lambda: broker.hold_run(claim, after=after))
     return claim
 
 

@@ -240,7 +240,12 @@ class Supervisor:
             self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S, bear_s=outage_s
         )
         stack.push_async_callback(broker.close)
-        taking = take_name(broker, self._rundir, exclusive=self._server is not None)
+        exclusive = self._server is not None
+        if self._resume:
+            written = partial(self._until_written, broker)
+            taking = take_name(broker, self._rundir, exclusive=exclusive, written=written)
+        else:
+            taking = take_name(broker, self._rundir, exclusive=exclusive)
         claim = await self._until_stopped(taking)
         stack.push_async_exit(partial(self._free_name, broker))
         await stack.enter_async_context(holding(broker, claim))

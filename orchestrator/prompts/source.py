@@ -61,6 +61,13 @@ class PromptBatch:
     exhausted: bool
 
 
+CLOCK = (
+    "the model's chat template writes the date of the day into each prompt, so a run that goes on tomorrow, and an "
+    "evaluation of it, read other prompts; keep one date with --set data.chat_template_kwargs.today=2026-01-31"
+)
+"""Said of a template that reads the clock."""
+
+
 class PromptSource(Protocol):
     """Where prompts come from. A source may choose by what it hears; its position must then contain what it heard."""
 
@@ -97,10 +104,15 @@ def open_source(settings: Settings, model_dir: Path, *, scored: bool = True) -> 
     for name in data_parts(data):
         of_part = [problem for problem in problems if problem.part == name]
         fit = fitting(of_part, encoder, limit, settings)
-        parts[name] = ShuffledSource(fit, encoder, seed=settings.run.seed, shuffle=data.shuffle, passes=data.passes)
-    if not data.mix:
-        return parts[""]
-    return MixedSource(parts, {name: part.weight for name, part in data.mix.items()})
+        source = ShuffledSource(fit, encoder, seed=settings.run.seed, shuffle=data.shuffle, passes=data.passes)
+        if left_out := len(of_part) - len(fit):
+            where = f" of data.mix.{name}" if name else ""
+            source.remarks += (f"{left_out} of {len(of_part)} prompts{where} are beyond the context and left out",)
+        parts[name] = source
+    source = MixedSource(parts, {name: part.weight for name, part in data.mix.items()}) if data.mix else parts[""]
+    if encoder.reads_clock:
+        source.remarks += (CLOCK,)
+    return source
 
 
 def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
@@ -176,6 +188,8 @@ class ShuffledSource:
     ) -> None:
         """passes: passes before it is exhausted; 0: it never is."""
         self.problems = problems
+        self.remarks: tuple[str, ...] = ()
+        """What a user should know of these prompts, a sentence each."""
         self._encoder = encoder
         self._seed = seed
         self._shuffle = shuffle
@@ -275,6 +289,7 @@ class MixedSource:
         self._parts = list(parts.values())
         self._weights = [weights[name] for name in parts]
         self._of_prompt = {problem.prompt_id: part for part in self._parts for problem in part.problems}
+        self.remarks = tuple(remark for part in self._parts for remark in part.remarks)
 
     @property
     def problems(self) -> list[Problem]:
@@ -348,6 +363,11 @@ class ModelTokenizer:
         self._lock = threading.Lock()  # encoding changes the tokenizer's own settings while it runs
         self.has_template = bool(tokenizer.chat_template)
 
+    @property
+    def reads_clock(self) -> bool:
+        """Whether what the chat template writes depends on the day."""
+        return self._template.reads_clock
+
     def ids(self, text: str, *, special: bool) -> list[int]:
         """special: add the tokenizer's own special tokens; a chat template has put all of them into the text.
 
@@ -379,6 +399,11 @@ class PromptEncoder:
         self._tokenizer = ModelTokenizer(tokenizer, data.chat_template_kwargs if data.chat_template else None)
         self._system = data.system
         self._templated = data.chat_template and self._tokenizer.has_template
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether a prompt depends on the day on which it is made."""
+        return self._templated and self._tokenizer.reads_clock
 
     def render(self, question: str, conversation: Sequence[ChatMessage] = ()) -> str:
         """The text the model reads. Raises DataError when its chat template refuses the messages, or there is none."""

@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.errors import DataError
 from orchestrator.prompts.source import PromptEncoder
+from transport.contracts import chat_template
 from transport.contracts.chat_template import ChatTemplate, TemplateError
 from transport.contracts.settings import DataSettings
 from workers.environments.encoder import ObservationEncoder
@@ -129,3 +130,27 @@ def test_a_beginning_of_text_is_written_once() -> None:
     assert list(encoder.encode(f"{begin[0]}a")) == list(encoder.encode("a"))
     observed = ObservationEncoder(tokenizer, templated=True)
     assert observed.ids(f"{begin[0]}a", special=True) == observed.ids("a", special=True)
+
+
+def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.2)
+    loops = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}" + EACH
+    with pytest.raises(DataError, match="it loops"):
+        PromptEncoder(tokenizer_of(loops), DataSettings()).render("1 + 1?")
+    too_wide = "{% for a in range(10 ** 9) %}{% endfor %}" + EACH
+    with pytest.raises(DataError, match="refuses messages of user"):
+        PromptEncoder(tokenizer_of(too_wide), DataSettings()).render("1 + 1?")
+
+
+def test_a_template_that_reads_the_clock_is_said_and_keeps_a_date() -> None:
+    dated = "{{ strftime_now('%d %b %Y') }}" + EACH
+    assert PromptEncoder(tokenizer_of(dated), DataSettings()).reads_clock
+    pinned = PromptEncoder(tokenizer_of(dated), DataSettings(chat_template_kwargs={"today": "2026-01-31"}))
+    assert not pinned.reads_clock
+    assert pinned.render("1 + 1?").startswith("31 Jan 2026")
+    assert not PromptEncoder(tokenizer_of(EACH), DataSettings()).reads_clock
+    assert not PromptEncoder(tokenizer_of(dated), DataSettings(chat_template=False)).reads_clock
+    with pytest.raises(DataError, match="give a date as 2026-01-31"):
+        PromptEncoder(tokenizer_of(dated), DataSettings(chat_template_kwargs={"today": "tomorrow"}))
+    with pytest.raises(DataError, match="reads no 'today'"):
+        PromptEncoder(tokenizer_of(EACH), DataSettings(chat_template_kwargs={"today": "2026-01-31"}))

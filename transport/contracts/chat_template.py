@@ -17,7 +17,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeAlias, cast
+
+from transport.process.patience import TooLongError, ended_after
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 """``role``, ``content``, and what else a chat template reads: ``tool_calls``, ``tool_call_id``, ``name``."""
@@ -32,6 +35,14 @@ OWN_NAMES = frozenset(
 """Variables of a template that are no arguments of a user's."""
 MARK = "mark7f3a{}q"
 """Stands for a text: letters and digits alone, which no template escapes, and which are in none."""
+
+
+RENDER_S = 20.0
+"""Seconds after which a template is taken to loop: longest of 72 real ones is below .1 s."""
+CLOCK = "strftime_now"
+"""Function of transformers by which a template reads the clock."""
+TODAY = "today"
+"""Argument of ours that answers it: a date as 2026-01-31."""
 
 
 class TemplateError(Exception):
@@ -59,7 +70,7 @@ class ChatTemplate:
     @property
     def reads_clock(self) -> bool:
         """Whether the text depends on the day on which it is rendered."""
-        return "strftime_now" in self.variables and not {"date_string", "date"} & self.arguments.keys()
+        return CLOCK in self.variables and not {TODAY, "date_string"} & self.arguments.keys()
 
     @property
     def variables(self) -> frozenset[str]:
@@ -86,9 +97,13 @@ class ChatTemplate:
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Raises TemplateError for an argument that the template does not read."""
-        for name in arguments:
-            if name in OWN_NAMES or name not in self.variables:
-                known = sorted(self.variables - OWN_NAMES - _FUNCTIONS)
+        for name, value in arguments.items():
+            if name == TODAY and CLOCK in self.variables:
+                for source in self._sources():
+                    _on_day(source, value)
+            elif name in OWN_NAMES or name not in self.variables:
+                own = {TODAY} if CLOCK in self.variables else set[str]()
+                known = sorted((self.variables - OWN_NAMES - _FUNCTIONS) | own)
                 raise TemplateError(
                     f"the model's chat template reads no {name!r} (chat_template_kwargs); it reads "
                     f"{', '.join(known) or 'no argument at all'}"
@@ -131,13 +146,26 @@ class ChatTemplate:
         from jinja2 import TemplateError as JinjaError
 
         given = {**self.arguments, **(arguments or {})}
+        if TODAY in given and CLOCK in self.variables:
+            given["chat_template"] = _on_day(self._tokenizer.get_chat_template(None, tools), given[TODAY])
         asked = list(messages)
         for again in (False, True):
             try:
-                return self._tokenizer.apply_chat_template(
-                    asked, tools=tools, tokenize=False, add_generation_prompt=True, **given
-                )
-            except (JinjaError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+                with ended_after(RENDER_S):
+                    return self._tokenizer.apply_chat_template(
+                        asked, tools=tools, tokenize=False, add_generation_prompt=True, **given
+                    )
+            except TooLongError:
+                raise TemplateError(f"the model's chat template took more than {RENDER_S:.0f} s: it loops") from None
+            except (
+                JinjaError,
+                TypeError,
+                ValueError,
+                ArithmeticError,
+                RecursionError,
+                AttributeError,
+                LookupError,
+            ) as error:
                 if not again and any(message.get("tool_calls") for message in messages):
                     asked = [_with_written_arguments(message) for message in messages]  # some templates want text
                     continue
@@ -206,6 +234,18 @@ _FUNCTIONS = frozenset(
     ("raise_exception", "strftime_now", "namespace", "range", "dict", "cycler", "joiner", "lipsum", "loop")
 )
 """Names that are in every template's surroundings, and no arguments."""
+
+
+def _on_day(source: str, today: object) -> str:
+    """The template with that date where it asks for the day's. Raises TemplateError: ``today`` is no date."""
+    try:
+        day = datetime.fromisoformat(str(today))
+    except ValueError:
+        raise TemplateError(f"chat_template_kwargs.{TODAY} is {today!r}: give a date as 2026-01-31") from None
+    dated = re.sub(CLOCK + r"\(\s*([\"'])(.*?)\1\s*\)", lambda call: json.dumps(day.strftime(call[2])), source)
+    if re.search(CLOCK + r"\s*\(", dated):
+        raise TemplateError(f"the model's chat template makes up how it writes the date: {TODAY} cannot keep it")
+    return dated
 
 
 def _without_generation(source: str) -> str:

@@ -39,6 +39,7 @@ gpus                 of the machine that `run` started the processes on: [{numbe
                      that they compute whom it did not start, with number, memory_mib and share null
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
+remarks              what a user should know of the prompts: [sentence]
 warnings             what is wrong with that batch, and loggers that were left out: [sentence]
 num_lost, lost       workers that were lost since the orchestrator started, and the newest of them, oldest first:
                      [{worker, reason, at_s}]; those that were asked to go do not count
@@ -135,6 +136,8 @@ class StatusBoard:
         self._at_s = clock.now_s()
         self._asked_s = -math.inf
         self.latest: dict[str, Any] = {}
+        self.remarks: tuple[str, ...] = ()
+        """What a user should know of the run's prompts, a sentence each."""
         self.num_lost = 0
         self.lost: deque[dict[str, Any]] = deque(maxlen=MAX_LOST)
 
@@ -224,6 +227,7 @@ async def publish_status(
                 *map(str, read_left_out(run_dir)),
                 *_warnings(view["full_precision"], metrics.last_line, mismatch_limit),
             ],
+            "remarks": board.remarks,
             "num_lost": board.num_lost,
             "lost": list(board.lost),
             "given_up": given_up,

@@ -55,6 +55,7 @@ export function problemsOf(status) {
   if (queues.dead) found.push({ key: "dead", level: "bad", brief: plural(queues.dead, "dead letter"), text: `Given up: ${given_up || plural(queues.dead, "unit")} (streamrl-orchestrator inspect, retry, drop)` });
   if (num_lost) found.push(losses(status, lost, num_lost));
   for (const text of status.damaged_checkpoints || []) found.push({ key: text, level: "warn", brief: "damaged checkpoint", text: `Damaged checkpoint, the run goes on from version ${status.went_back_to || 0}: ${text}` });
+  for (const text of status.remarks || []) found.push({ key: text, level: "calm", brief: "", text: `Note: ${text}` });
   warnings.forEach((text, index) => found.push({ key: `warning ${index}`, level: "warn", brief: "", text: `Warning: ${text}` }));
   if (warnings.length) found.push({ key: "warnings", level: "warn", brief: plural(warnings.length, "warning"), text: "" });
   return found;
