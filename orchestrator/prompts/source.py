@@ -378,10 +378,14 @@ class ModelTokenizer:
         begin = self._tokenizer.bos_token_id
         return ids[1:] if special and begin is not None and ids[:2] == [begin, begin] else ids
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """The text that the chat template makes of them. Raises DataError: it refuses one, or leaves it out."""
+    def render(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
+        """The text that the chat template makes of them. arguments: over the run's chat_template_kwargs.
+
+        Raises DataError: it refuses one, or leaves it out.
+        """
         try:
-            return self._template.render(messages)
+            self._template.check_arguments(arguments or {})
+            return self._template.render(messages, arguments=arguments)
         except TemplateError as error:
             raise DataError(str(error)) from error
 

@@ -60,9 +60,10 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt that the model's chat template makes."""
+    """A prompt that the model's chat template makes. chat_template_kwargs: over those of ``data``."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +108,7 @@ class ServicePrompts:
     def __init__(self, settings: Settings, model_dir: Path) -> None:
         """Raises DataError where the model directory cannot be read."""
         tokenizer = load_tokenizer(model_dir)
-        self._tokenizer = ModelTokenizer(tokenizer)
+        self._tokenizer = ModelTokenizer(tokenizer, settings.data.chat_template_kwargs)
         self._limit = context_limit(settings, model_dir)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self._vocab_size = int(text_config(model_dir)["vocab_size"])
@@ -149,7 +150,7 @@ class ServicePrompts:
             raise DataError(f"prompt {index} has messages, but the model has no chat template: send text or token ids")
         messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
         try:
-            text = self._tokenizer.render(messages)
+            text = self._tokenizer.render(messages, prompt.chat_template_kwargs)
         except DataError as error:
             raise DataError(f"prompt {index}: {error}") from error
         self._check_length(index, len(text), room)

@@ -6,6 +6,7 @@ Answers are replayed: what is tested is who gets which sample, how often, and un
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -431,6 +432,21 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model_dir: P
     with pytest.raises(DataError, match="prompt 1 has 31000000 characters; there is room for"):
         prompts.encode(["1+2=", "1" * 31_000_000], 8)
     assert tokenised == ["1+2="]
+
+
+def test_a_chat_has_arguments_of_the_template_over_those_of_the_run(tmp_path: Path, model_dir: Path):
+    shouting = tmp_path / "model"
+    shutil.copytree(model_dir, shouting)
+    (shouting / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ mark }}")
+    settings = msgspec.structs.replace(
+        settings_of(), data=msgspec.structs.replace(settings_of().data, chat_template_kwargs={"mark": "="})
+    )
+    prompts = ServicePrompts(settings, shouting)
+    said = [ChatMessage(role="user", content="1+2")]
+    own = Chat(messages=said, chat_template_kwargs={"mark": "+"})
+    assert [one.text for one in prompts.encode([Chat(messages=said), own], 8)] == ["1+2=", "1+2+"]
+    with pytest.raises(DataError, match="prompt 0: the model's chat template reads no 'loud'"):
+        prompts.encode([Chat(messages=said, chat_template_kwargs={"loud": True})], 8)
 
 
 def test_a_chat_template_that_hangs_holds_up_nobody_else(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
