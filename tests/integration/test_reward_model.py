@@ -118,11 +118,16 @@ def test_no_pass_is_larger_than_the_setting_and_all_are_in_one(reward_model: Pat
     assert model.scores(samples) == pytest.approx([model.scores([ids])[0] for ids in samples], abs=1e-5)
 
 
+def write_template(model: RewardModel, text: str) -> None:
+    model._tokenizer.chat_template = text
+
+
 @pytest.mark.parametrize(
     ("response", "change", "reason"),
     [
         ("x" * 600, lambda model: None, r"tokens of the reward model, which reads at most 512"),
         ("x", lambda model: model._module.score.weight.data.fill_(torch.nan), "the reward model gave nan"),
+        ("x", lambda model: write_template(model, "{{ messages[0].content }}"), "leaves out .* of the role assistant"),
     ],
 )
 async def test_what_it_cannot_score_is_an_error_and_no_zero(

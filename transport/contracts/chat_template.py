@@ -141,8 +141,12 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         *,
         blamed: Sequence[ChatMessage] | None = None,
+        answered: bool = False,
     ) -> str:
-        """What the template makes of the messages, whatever it leaves out. Raises TemplateError: it refuses them."""
+        """What the template makes of the messages, whatever it leaves out. Raises TemplateError: it refuses them.
+
+        answered: the last message is the assistant's, and no further turn of it begins.
+        """
         from jinja2 import TemplateError as JinjaError
 
         given = {**self.arguments, **(arguments or {})}
@@ -153,7 +157,7 @@ class ChatTemplate:
             try:
                 with ended_after(RENDER_S):
                     return self._tokenizer.apply_chat_template(
-                        asked, tools=tools, tokenize=False, add_generation_prompt=True, **given
+                        asked, tools=tools, tokenize=False, add_generation_prompt=not answered, **given
                     )
             except TooLongError:
                 raise TemplateError(f"the model's chat template took more than {RENDER_S:.0f} s: it loops") from None

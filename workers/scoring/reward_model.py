@@ -22,9 +22,9 @@ from typing import Any, cast
 
 import structlog
 import torch
-from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification
 
+from transport.contracts.chat_template import ChatTemplate, TemplateError
 from transport.contracts.settings import Settings
 from workers.errors import RewardError, RewardSetupError
 from workers.models import changing_rope, choose_device, load_tokenizer, model_cache, prepare_reward_model
@@ -48,6 +48,7 @@ class RewardModel:
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._tokenizer = load_tokenizer(directory)
+        self._template = ChatTemplate(self._tokenizer)
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
                 module, info = cast(
@@ -81,10 +82,12 @@ class RewardModel:
             *said, response = (message["content"] for message in conversation)
             return self._tokenizer("\n\n".join(said), response)["input_ids"]
         try:
-            encoded = self._tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=True)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RewardError(f"the reward model's chat template refuses the conversation: {error}") from error
-        return list(encoded["input_ids"])
+            text = self._template.plain(conversation, answered=True)
+            if lost := self._template.lost(conversation, text):
+                raise TemplateError(self._template.leaves_out(lost))
+        except TemplateError as error:
+            raise RewardError(str(error).replace("the model's", "the reward model's", 1)) from error
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.inference_mode()
     def scores(self, samples: Sequence[Sequence[int]]) -> list[float]:
