@@ -146,6 +146,12 @@ class RunConsole:
             log.warning("no report", error=str(error))
             self._view.note(f"no report: {error}")
 
+    def _why_fewer(self, trained: int) -> str:
+        asked, passes = self._settings.run.batches, self._settings.data.passes
+        if trained >= asked or not passes:
+            return ""
+        return f" of {asked}, as the data ended (data.passes = {passes})"
+
     def summary(self, seconds: float) -> str:
         """What came of a run that took so long, and where it lies."""
         lines = last_of_each(read_metrics(self._rundir.metrics), "batch")
@@ -156,7 +162,7 @@ class RunConsole:
         elif not lines:
             parts = [f"{done} without a trained batch; see {self._rundir.logs}"]
         else:
-            parts = [f"{done}: {len(lines)} batches"]
+            parts = [f"{done}: {len(lines)} batches{self._why_fewer(len(lines))}"]
             if ends := ends_of(lines, "reward", END_BATCHES):  # what the report says first, too
                 first, last, count = ends
                 parts.append(f"reward {first:.2f} -> {last:.2f}" + (f" (means of {count})" if count > 1 else ""))

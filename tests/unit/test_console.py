@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from orchestrator.config.run_directory import RunDir
@@ -53,6 +54,18 @@ async def test_the_summary_counts_a_batch_that_was_trained_again_once(tmp_path: 
     rundir.starts.write_text('{"started": "2026-01-01T00:00:00+00:00"}\n' * 2)
     said = RunConsole(Settings(), rundir, PlainView()).summary(3.0)
     assert said.startswith("finished in 3 s since it was resumed: 2 batches  reward 0.10 -> 0.50")
+
+
+def test_the_summary_says_that_the_data_ended_early(tmp_path: Path):
+    rundir, defaults = RunDir(tmp_path), Settings()
+    rundir.metrics.write_text(json.dumps({"batch": 0, "reward": 0.5}) + "\n")
+    settings = msgspec.structs.replace(
+        defaults,
+        run=msgspec.structs.replace(defaults.run, batches=3),
+        data=msgspec.structs.replace(defaults.data, passes=2),
+    )
+    said = RunConsole(settings, rundir, PlainView()).summary(3.0)
+    assert said.startswith("finished in 3 s: 1 batches of 3, as the data ended (data.passes = 2)")
 
 
 def status_with(**scoring: object) -> bytes:
