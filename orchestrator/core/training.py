@@ -17,7 +17,7 @@ from itertools import islice
 
 from orchestrator.core import fleet
 from orchestrator.core.dispatch.handout import compare_lengths
-from orchestrator.core.lanes.evaluation import EvaluationLane
+from orchestrator.core.lanes.evaluation import EvaluationLane, awaits_last_evaluation, why_over
 from orchestrator.core.model.groups import Batch, Group, Phase
 from orchestrator.core.model.outbox import CommandId, FinishKey, parse_entry_id
 from orchestrator.core.model.pipeline import Checkpoint, Pipeline, is_saved
@@ -53,7 +53,7 @@ def release(p: Pipeline, phases: Sequence[Phase]) -> None:
         if batch is None or not _advance(p, batch, phases):
             break
     reason = why_over(p)
-    if reason and p.training.finish_id is None and not p.finished:
+    if reason and p.training.finish_id is None and not p.finished and not awaits_last_evaluation(p):
         p.training.finish_id = p.outbox.emit_round(FinishTraining(reason=reason))
 
 
@@ -168,16 +168,6 @@ def members_of(p: Pipeline, batch: Batch, mini_batch: int | None) -> Iterable[Gr
     return (group for group in groups if mini_batch is None or group.mini_batch == mini_batch)
 
 
-def why_over(p: Pipeline) -> str:
-    """Why nothing more will be sent to the trainer; "" while something will."""
-    if p.stopping:
-        in_training = p.training.batch in p.batches and not p.frozen(p.training.batch)
-        return "" if in_training else p.stop_reason
-    if not p.last_batch_admitted() or p.training.batch < p.next_batch:
-        return ""
-    return "all batches are trained" if p.training.batch >= p.settings.num_batches else "the data ended"
-
-
 # -- after a resume, a restart, a lost report
 
 
@@ -194,6 +184,7 @@ def replay_from(p: Pipeline, cursor: CommandId) -> None:
 def reopen(p: Pipeline) -> None:
     """A resumed run goes on. If its end stands on the log, the trainer must first have read past it."""
     p.finish_reason = ""
+    p.evaluations.last_until_s = None
     p.outbox.confirm(FinishKey())
     finish_id = p.training.finish_id
     if finish_id is not None and is_saved(p.retention.checkpoints, finish_id):

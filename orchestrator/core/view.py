@@ -376,11 +376,21 @@ def current_wait(p: Pipeline) -> Wait | None:
         or _groups(p, _sent_and_unready(p))
         or _trainer(p)
         or _batch_in_training(p)
+        or _last_evaluation(p)
         or _wait(p, "deciding", "something unknown: this is a bug", "orchestrator")
     )
     if found is not None and p.wait is not None and found.is_same(p.wait):
         return msgspec.structs.replace(found, since_s=p.wait.since_s)
     return found
+
+
+def _last_evaluation(p: Pipeline) -> Wait | None:
+    current = p.evaluations.current
+    if current is None or p.evaluations.last_until_s is None:
+        return None
+    left = current.num_problems - current.answered
+    owners = _names(worker.worker_id for worker in p.fleet.workers.values() if worker.evaluating)
+    return _wait(p, "generation", f"{left} answers of the last evaluation", owners or WorkerKind.GENERATE.value)
 
 
 def _wait(p: Pipeline, stage: WaitStage, waits_for: str, owner: str) -> Wait:

@@ -546,7 +546,8 @@ async def open_prompts(
     """
     source = requests or await asyncio.to_thread(open_source, settings, model_dir)
     source.seek(state.pipeline.prompts.last_position)
-    evaluates = settings.eval.every > 0 or state.pipeline.evaluations.current is not None
+    of_core = state.settings
+    evaluates = of_core.eval_every > 0 or of_core.eval_ends or state.pipeline.evaluations.current is not None
     problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
     if ranking is not None and isinstance(source, ShuffledSource | MixedSource):
         ranking.begin_at(source.given)

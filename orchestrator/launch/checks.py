@@ -85,11 +85,11 @@ def check_evaluation(settings: Settings, held_out: Iterable[Problem]) -> None:
     """Raises DataError: an evaluation within the run asks for more answers than ``MAX_ANSWERS``."""
     asked = eval_sets(settings)
     answers = sum(asked[problem.eval_set].samples for problem in held_out)
-    if settings.eval.every and answers > MAX_ANSWERS:
+    if (settings.eval.every or (settings.eval.ends and settings.eval.sets)) and answers > MAX_ANSWERS:
         raise DataError(
             f"eval.every: one evaluation asks for {answers} answers (problems times samples of all sets), and a run "
-            f"takes {MAX_ANSWERS} at most: lower eval.problems or samples of [eval.sets], or set eval.every=0 and ask "
-            "all of them when the run is over (streamrl-worker evaluate)"
+            f"takes {MAX_ANSWERS} at most: lower eval.problems or samples of [eval.sets], or set eval.every=0 and "
+            "eval.ends=false and ask all of them when the run is over (streamrl-worker evaluate)"
         )
 
 

@@ -327,7 +327,8 @@ class ObeyedPipeline:
         assert worker.weights == current.weights, "asked of other weights than the pinned ones"
         assert worker.to_load is None, "asked of a worker that is on its way to newer weights"
         share = max(1, int(worker.capacity * self.state.settings.eval_budget))
-        allowed = share if current.newer_s is None else max(share, worker.capacity)
+        is_last = self.state.pipeline.evaluations.last_until_s is not None
+        allowed = max(share, worker.capacity) if is_last or current.newer_s is not None else share
         answered = {parse_row_id(row)[0] for row in self.rows} | self.dropped  # one may be queued again by a lost tail
         held = {*worker.plans, *(plan.group_id for plan in worker.queue.values())} - answered
         asked = sum(map(is_evaluation, held))

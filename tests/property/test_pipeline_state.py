@@ -68,6 +68,7 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         checkpoint_every=st.integers(0, 3),
         max_retained_bytes=st.just(1000),
         eval_every=st.integers(0, 2),
+        eval_ends=st.booleans(),
         eval_problems=st.just(HELD_OUT),
         eval_budget=st.sampled_from([0.25, 1.0]),
         eval_hold_s=st.sampled_from([0.0, 5.0]),

@@ -319,7 +319,7 @@ def test_old_names_are_free_and_new_ones_are_real():
 
 
 def test_a_key_like_no_other_lists_those_there_are():
-    assert "keys of eval: every, temperature" in error_of("eval.zzz=1")
+    assert "keys of eval: every, ends, temperature" in error_of("eval.zzz=1")
 
 
 def test_words_of_other_trainers_name_real_settings():

@@ -102,6 +102,45 @@ def test_every_second_version_is_evaluated_and_never_trained():
     assert world.trainer.version == 6
 
 
+@pytest.mark.parametrize(("every", "versions"), [(0, [0, 6]), (4, [0, 4, 6])])
+def test_the_first_and_the_last_weights_are_evaluated_where_nothing_else_is_asked_for(every: int, versions: list[int]):
+    world = PipelineWorld(core(eval_every=every, eval_ends=True, eval_budget=1.0))
+    world.run_to_end()
+    assert [outcome.weights.version for outcome in world.evaluations] == versions
+    assert all(outcome.answered == HELD_OUT for outcome in world.evaluations)
+    assert world.finished == "all batches are trained"
+
+
+def test_the_end_of_a_run_waits_a_twentieth_of_its_time_for_the_last_evaluation():
+    world = world_evaluating(num_batches=1, eval_every=0, eval_ends=True, eval_budget=1.0)
+    answer_all(world)
+    world.now_s = 1000.0
+    publish_next(world)
+    world.load(GENERATOR)
+    assert tries(world), "the last weights are asked"
+    assert world.state.pipeline.training.finish_id is None
+    assert "answers of the last evaluation" in str(world.state.wait())
+    world.now_s += 49.0
+    world.tell(Tick())
+    assert world.state.pipeline.training.finish_id is None
+    world.now_s += 2.0
+    world.tell(Tick())
+    world.tell(Tick())
+    assert world.evaluations[-1].reason == "the run's end had waited for it for 5% of the run's time"
+    while world.unread():
+        world.train()
+    assert world.finished == "all batches are trained"
+
+
+def test_a_run_that_is_stopped_waits_for_no_evaluation():
+    world = world_evaluating(eval_every=0, eval_ends=True)
+    world.tell(StopRequested(reason="enough"))
+    while world.unread():
+        world.train()
+    world.tell(Tick())
+    assert world.finished == "enough"
+
+
 def test_answers_to_named_sets_are_told_one_by_one_and_sampled_as_the_set_says():
     world = PipelineWorld(core(eval_budget=1.0))
     sampling = SamplingParams(max_new_tokens=4, temperature=0.5)

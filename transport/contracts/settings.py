@@ -677,7 +677,8 @@ class EvalSet(Section, frozen=True, kw_only=True, omit_defaults=True):
 class EvalSettings(Section, frozen=True, kw_only=True):
     """Held-out problems, and the evaluation lane that asks them while the run trains (docs/evaluation.md)."""
 
-    every: AtLeast0 = 0  # batches between two evaluations, the first of the untrained model; 0: none in the run
+    every: AtLeast0 = 0  # batches between two evaluations, the first of the untrained model; 0: none in between
+    ends: bool = True  # evaluate the untrained and the trained model, by 64 problems where every is 0 and sets is empty
     temperature: NotNegative = 0.0  # of the softmax; 0: greedy, so that two evaluations differ by their weights alone
     budget: Share = 0.5  # share of each generation worker's slots, while training has work for them
     hold_s: NotNegative = 60.0  # how long an evaluation may keep workers from newer weights; then it ends short

@@ -1,10 +1,11 @@
-"""The eval lane: every ``eval_every`` versions the newest weights are pinned, and every held-out problem is answered
-once under them.
+"""The eval lane: every ``eval_every`` versions, and of the first and the last ones (``eval_ends``), the newest weights
+are pinned, and every held-out problem is answered once under them.
 
     due ──► pinned ──► problems go out as slots allow ──► rows ──► scores ──► EvaluationOutcome, rows dropped
                           │ a worker that serves the pin takes no newer weights while it is needed
                           └ ends short, by name: hold_s after newer weights came, timeout_s after it began, no worker
-                            serves the pin, the trainer started again, the run stops or is over
+                            serves the pin, the trainer started again, the run stops or is over, or its end has waited
+                            for this one long enough (``LAST_SHARE``)
 
 - **No deadlock with the gate**: whatever waits for newer weights waits ``eval_hold_s`` longer at most.
 - **The pin holds** twice: a worker with an open attempt is not sent to load (``Fleet.keeps``), and a row counts only if
@@ -26,6 +27,7 @@ import heapq
 from orchestrator.core.model.groups import Group, Lane, Outcome
 from orchestrator.core.model.lanes import Attempt, Evaluation
 from orchestrator.core.model.outbox import HeldOutPromptsKey
+from orchestrator.core.model.pipeline import Pipeline
 from orchestrator.core.model.workers import Worker, age
 from orchestrator.core.rollout.lifecycle import (
     UNWANTED,
@@ -47,6 +49,31 @@ from transport.contracts.messages import (
 )
 from transport.contracts.types import FinishReason, RowId, evaluation_id
 
+LAST_SHARE = 0.05
+"""Share of a run's time for which its end waits for the evaluation of the last weights."""
+LAST_S = 10.0
+"""Seconds for which a short run waits all the same."""
+
+
+def why_over(p: Pipeline) -> str:
+    """Why nothing more will be sent to the trainer; "" while something will."""
+    if p.stopping:
+        in_training = p.training.batch in p.batches and not p.frozen(p.training.batch)
+        return "" if in_training else p.stop_reason
+    if not p.last_batch_admitted() or p.training.batch < p.next_batch:
+        return ""
+    return "all batches are trained" if p.training.batch >= p.settings.num_batches else "the data ended"
+
+
+def awaits_last_evaluation(p: Pipeline) -> bool:
+    """Whether all is trained, and the last weights are still to be evaluated; the first call begins the wait."""
+    evaluations = p.evaluations
+    if not p.settings.eval_ends or p.stopping or evaluations.problems == [] or not why_over(p):
+        return False
+    if evaluations.last_until_s is None:
+        evaluations.last_until_s = p.now_s + max(LAST_S, LAST_SHARE * p.now_s)
+    return evaluations.reached < p.training.batch and p.now_s < evaluations.last_until_s
+
 
 class EvaluationLane(GroupLane):
     """A group is one attempt at one held-out problem. Holds no state of its own."""
@@ -62,7 +89,7 @@ class EvaluationLane(GroupLane):
         p = self._p
         if p.evaluations.current is not None:
             self._advance(p.evaluations.current)
-        if p.evaluations.current is None and p.settings.eval_every and self._may_open():
+        if p.evaluations.current is None and self._is_due() and self._may_open():
             self._open()
 
     def _advance(self, current: Evaluation) -> None:
@@ -75,14 +102,20 @@ class EvaluationLane(GroupLane):
         elif current.newer_s is None and newest is not None and age(newest) > age(current.weights):
             current.newer_s = self._p.now_s
 
+    def _is_due(self) -> bool:
+        """The first weights of all are due, then the first at or after each multiple, then the last ones."""
+        p, every, reached = self._p, self._p.settings.eval_every, self._p.evaluations.reached
+        if p.fleet.newest is None:
+            return False
+        version = p.fleet.newest.version
+        if every and version // every > reached // every:
+            return True
+        return p.settings.eval_ends and (reached < 0 or (version >= p.training.batch and awaits_last_evaluation(p)))
+
     def _may_open(self) -> bool:
         p = self._p
-        newest = p.fleet.newest
         return (
-            newest is not None
-            # the first of all is due, then the first at or after each multiple
-            and newest.version // p.settings.eval_every > p.evaluations.reached // p.settings.eval_every
-            and p.evaluations.problems != []
+            p.evaluations.problems != []
             and not (p.finished or p.stopping or p.paused or p.settings.service)
             and p.training.finish_id is None
             and not p.retention.over_budget
@@ -129,7 +162,7 @@ class EvaluationLane(GroupLane):
         if leaves or not serves or not worker.healthy:
             return 0
         allowed = max(1, int(worker.capacity * self._p.settings.eval_budget))
-        if self._p.fleet.behind(worker):
+        if self._p.fleet.behind(worker) or self._p.evaluations.last_until_s is not None:
             allowed = max(allowed, worker.capacity - (worker.in_flight - worker.evaluating))
         return allowed - worker.evaluating
 
@@ -246,8 +279,11 @@ class EvaluationLane(GroupLane):
         for name in [name for name, attempt in current.attempts.items() if attempt.deadline_s <= p.now_s]:
             self.retry(p.groups[name], "timed out")
         waited_s = p.now_s - current.newer_s if current.newer_s is not None else -1.0
+        last_until_s = p.evaluations.last_until_s
         if current.opened_s is not None and p.now_s - current.opened_s >= p.settings.eval_timeout_s:
             self._close(f"it took longer than eval.timeout_s ({p.settings.eval_timeout_s:g} s)")
+        elif last_until_s is not None and p.now_s >= last_until_s:
+            self._close(f"the run's end had waited for it for {LAST_SHARE:.0%} of the run's time")
         elif waited_s >= p.settings.eval_hold_s:
             self._close(f"newer weights had waited for eval.hold_s ({p.settings.eval_hold_s:g} s)")
         elif waited_s >= 0 and current.waiting:

@@ -71,6 +71,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
 
     problems: None before they were named.  reached: newest version that was evaluated or given up, -1 before.
     num_opened: numbers given so far.  current: the one that is under way; there is at most one.
+    last_until_s: until when the end of the run waits for that of the last weights; None before.
     """
 
     problems: list[PromptRef] | None = None
@@ -78,6 +79,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
     reached: int = -1
     num_opened: int = 0
     current: Evaluation | None = None
+    last_until_s: float | None = None
 
 
 class Request(msgspec.Struct, kw_only=True):

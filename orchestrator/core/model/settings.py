@@ -89,6 +89,10 @@ def decode_cost_of(cost: DecodeCostSettings) -> DecodeCost:
     return DecodeCost(**named)
 
 
+END_PROBLEMS = 64
+"""Held-out problems of an evaluation of the first and the last weights where nothing else is asked for."""
+
+
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What decides a run, and nothing else.
 
@@ -104,8 +108,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     lr_schedule: "constant" or how the trainer's rate falls until the last batch, which only the core knows.
     max_retained_bytes, max_unit_bytes: bytes of rows in the broker, and in storage units; at one of them a checkpoint
     is forced, above it admission closes.
-    eval_every: batches between two evaluations; 0: none.  eval_problems: of each, at most; a problem that is to be
-    answered several times counts as often.
+    eval_every: batches between two evaluations; 0: none.  eval_ends: the first and the last weights are evaluated, too.
+    eval_problems: of each, at most; a problem that is to be answered several times counts as often.
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
     ``lanes/evaluation.py``.
     dispatch: policy, see ``dispatch/compute.py``.  tail_share: of the groups, that two-class dispatch counts as long.
@@ -151,6 +155,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     service_window: int = _SERVICE.window
     service_keep_s: float = _SERVICE.keep_s
     eval_every: int = _EVAL.every
+    eval_ends: bool = False
     eval_problems: int = _EVAL.problems
     eval_budget: float = _EVAL.budget
     eval_hold_s: float = _EVAL.hold_s
@@ -207,10 +212,17 @@ def core_settings(settings: Settings) -> CoreSettings:
         "max_response_tokens": settings.sampling.max_new_tokens,
         "scaling": scaling if low < high else None,
         "fp8": precision_settings(generation),
-        "eval_problems": sum(one.problems * one.samples for one in eval_sets(settings).values()),
+        "eval_problems": (answers := answers_of_evaluation(settings)),
+        "eval_ends": settings.eval.ends and answers > 0 and trainer.engine != "none" and not settings.endpoint.enabled,
     }
     wanted = {field.name for field in msgspec.structs.fields(CoreSettings)}
     return CoreSettings(**{name: value for name, value in (named | derived).items() if name in wanted})
+
+
+def answers_of_evaluation(settings: Settings) -> int:
+    """Answers that one evaluation asks for; of one that nothing but ``eval.ends`` asks for, END_PROBLEMS at most."""
+    answers = sum(one.problems * one.samples for one in eval_sets(settings).values())
+    return answers if settings.eval.every or settings.eval.sets else min(answers, END_PROBLEMS)
 
 
 def precision_settings(generation: GenerationSettings) -> PrecisionSettings | None:
