@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from orchestrator.config.load import Resolved, presets_of
 from orchestrator.config.run_directory import RunDir
 from transport.contracts.settings import SERVER_ENGINES
 from transport.process.files import writing
-from transport.process.programs import usable_cores, versions
+from transport.process.programs import process_age_s, usable_cores, versions
 
 PACKAGES = ("streamrl", "torch", "transformers")
 
@@ -62,9 +62,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def note_start(rundir: RunDir, resolved: Resolved, gpus: Sequence[GpuUse] = ()) -> None:
-    """Write down that the run is started here and now. Raises: DirectoryError."""
+    """Write down that the run is started here, by the command that this process runs. Raises: DirectoryError."""
     start = Start(
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        started=(datetime.now(UTC) - timedelta(seconds=process_age_s())).isoformat(timespec="seconds"),
         preset="".join(presets_of(resolved)[:1]),
         versions=versions(*PACKAGES, *({resolved.settings.generation.engine} & {*SERVER_ENGINES})),
         machine=machine(),

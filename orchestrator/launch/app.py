@@ -25,9 +25,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from socket import socket
@@ -126,6 +125,7 @@ RECALLED = 20_000
 FLUSH_S = 10.0
 """At the end, how long the last commands may take to reach the broker."""
 POLL_S = 0.1
+SHOW_S = 0.5
 
 
 # -- the process
@@ -220,10 +220,10 @@ async def _alone_with_name(
         if settings.api.enabled:  # its key is not for a log that others collect
             look = command("streamrl-orchestrator", "inspect", rundir.path, "--broker", settings.broker.url)
             view.note(f"live page: once it is served, its link is what this prints first:\n  {look}")
-        console, started_s = RunConsole(settings, rundir, view), time.monotonic()
+        console = RunConsole(settings, rundir, view, links=False)
         note_start(rundir, resolved)
         async with logging_metrics(settings, rundir, view.note):
-            with noting_end(rundir):
+            with noting_end(rundir) as stopwatch:
                 go_on = serve_command(rundir.path, settings)
                 serving = partial(
                     _connected,
@@ -237,13 +237,38 @@ async def _alone_with_name(
                     alone=True,
                 )
                 grown = _growing(serving, settings, claim, rundir, model_dir, resume=resume) if grows else serving()
-                if not await grown:
-                    raise _interrupted()
+                async with _showing(console, settings, claim):
+                    if not await grown:
+                        raise _interrupted()
         console.write_report()
-        view.note(console.summary(time.monotonic() - started_s))
+        view.note(console.summary(stopwatch.stop()))
+        view.note("the run is over: its workers end by themselves, and the broker is left as it is")
         return True
     finally:
         sweep_stale(*segment_directories(rundir.path))  # of workers on this machine that were killed
+
+
+@asynccontextmanager
+async def _showing(console: RunConsole, settings: Settings, claim: RunClaim) -> AsyncGenerator[None]:
+    """Report the run to ``console`` within the block: a line a batch, and all that ``run`` says as well."""
+    broker = await connect(settings.broker, RunName(settings.run.name))
+
+    async def show() -> None:
+        while True:
+            await console.show(broker)
+            await asyncio.sleep(SHOW_S)
+
+    try:
+        await broker.join_run(claim.run_id)
+        showing = asyncio.create_task(show(), name="show the run")
+        try:
+            yield
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+        await console.show(broker)
+    finally:
+        await broker.close()
 
 
 async def _growing(

@@ -13,9 +13,9 @@ from orchestrator.config.starts import read_starts
 from orchestrator.http import endpoint_links, page_links
 from orchestrator.observability.http.status import broker_fields, read_status
 from orchestrator.observability.live import View, duration, evaluation_lines
-from orchestrator.observability.metrics import NewLines, read_metrics, warnings_of
+from orchestrator.observability.metrics import NewLines, read_file, read_metrics, warnings_of
 from orchestrator.observability.report.pages import END_BATCHES, finish_run
-from orchestrator.observability.report.record import ends_of, last_of_each
+from orchestrator.observability.report.record import ends_of, held_out_change, last_of_each, of_all_groups
 from orchestrator.observability.standing import result_lines
 from transport.broker import keys
 from transport.broker.base import Broker
@@ -31,9 +31,16 @@ class RunConsole:
     """Reports one run to ``view``, from its files and its broker, and each thing once."""
 
     def __init__(
-        self, settings: Settings, rundir: RunDir, view: View, *, restarts: Callable[[], int] = lambda: 0
+        self,
+        settings: Settings,
+        rundir: RunDir,
+        view: View,
+        *,
+        restarts: Callable[[], int] = lambda: 0,
+        links: bool = True,
     ) -> None:
-        """restarts: of the processes that this one started, so far."""
+        """restarts: of the processes that this one started, so far.  links: of page and endpoint, which have keys."""
+        self._shows_links = links
         self._settings = settings
         self._rundir = rundir
         self._view = view
@@ -68,8 +75,9 @@ class RunConsole:
                             f"{worker['worker']} runs rewards without a jail, in a clean environment with limits: "
                             "bubblewrap is not installed, or may not start a jail (docs/security.md)",
                         )
-                self._show_address()
-                self._show_endpoint()
+                if self._shows_links:
+                    self._show_address()
+                    self._show_endpoint()
             await self._show_given_up(broker)
         for line in self._lines.read():
             if "eval" in line:
@@ -154,7 +162,9 @@ class RunConsole:
 
     def summary(self, seconds: float) -> str:
         """What came of a run that took so long, and where it lies."""
-        lines = last_of_each(read_metrics(self._rundir.metrics), "batch")
+        every = read_file(self._rundir.metrics).lines
+        lines = last_of_each([line for line in every if "batch" in line], "batch")
+        evaluations = [line for line in every if "eval" in line]
         resumed = " since it was resumed" if len(read_starts(self._rundir)) > 1 else ""
         done = f"finished in {duration(seconds)}{resumed}"
         if self._settings.trainer.engine == "none":
@@ -163,7 +173,9 @@ class RunConsole:
             parts = [f"{done} without a trained batch; see {self._rundir.logs}"]
         else:
             parts = [f"{done}: {len(lines)} batches{self._why_fewer(len(lines))}"]
-            if ends := ends_of(lines, "reward", END_BATCHES):  # what the report says first, too
+            if held_out := held_out_change(last_of_each(evaluations, "version")):  # what the report says first, too
+                parts.append("held-out {:.2f} -> {:.2f}".format(*held_out))
+            if ends := ends_of(of_all_groups(lines), "reward", END_BATCHES):
                 first, last, count = ends
                 parts.append(f"reward {first:.2f} -> {last:.2f}" + (f" (means of {count})" if count > 1 else ""))
         if restarts := self._restarts():

@@ -185,11 +185,10 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in ending_signals():
             loop.add_signal_handler(number, self._stop, number)
-        started_s = time.monotonic()
         log.info("resumed" if self._resume else "started", run=self._settings.run.name)
         async with AsyncExitStack() as stack:
             stack.callback(self._console.write_report)  # last of all, however the run ends: it says how
-            stack.enter_context(noting_end(self._rundir))
+            stopwatch = stack.enter_context(noting_end(self._rundir))
             await stack.enter_async_context(logging_metrics(self._settings, self._rundir, self._view.note))
             if self._settings.trainer.engine != "none":
                 run, groups = self._settings.run, self._settings.pipeline
@@ -226,7 +225,8 @@ class Supervisor:
                 run_id=claim.run_id,
             )
             await self._until_stopped(self._supervise(broker, fleet))
-        self._view.note(self._console.summary(time.monotonic() - started_s))
+            seconds = stopwatch.stop()
+        self._view.note(self._console.summary(seconds))
 
     async def _claim_name(self, stack: AsyncExitStack) -> tuple[Broker, RunClaim, str, str]:
         """Connect to the broker and claim the run's name there. Returns also its URL, and its password.

@@ -28,7 +28,7 @@ from orchestrator.observability.metrics import read_metrics
 from transport.contracts.settings import Settings
 from transport.errors import InputFileError, first_error
 from transport.process.files import read_json, replace
-from transport.process.programs import shown
+from transport.process.programs import process_age_s, shown
 
 REPORT = "report.html"
 ROOM_BYTES = 16 * 1024
@@ -45,10 +45,24 @@ class State(StrEnum):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """``ended.json``. why: for people, "" where the journal knows."""
+    """``ended.json``. why: for people, "" where the journal knows.  seconds: since its command, 0: unknown."""
 
     why: str
     failed: bool
+    seconds: float = 0.0
+
+
+class Stopwatch:
+    """Seconds since this process was started, until ``stop``: what terminal, report and comparison say a run took."""
+
+    def __init__(self) -> None:
+        self._stopped_s: float | None = None
+
+    def stop(self) -> float:
+        """The first call stops it."""
+        if self._stopped_s is None:
+            self._stopped_s = process_age_s()
+        return self._stopped_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +70,7 @@ class Standing:
     """state: see above, and why, "" where that says all.  num_batches: that are to be trained, None for a service.
 
     at_s: wall clock of the last event.  lines: of metrics.jsonl, one a trained batch.
+    seconds: that its last start took, with all that came before the first event; 0: unknown.
     """
 
     rundir: RunDir
@@ -65,6 +80,7 @@ class Standing:
     at_s: float
     num_batches: int | None
     lines: Sequence[Mapping[str, Any]]
+    seconds: float = 0.0
 
     @property
     def trained(self) -> int:
@@ -101,7 +117,8 @@ def read_standing(run_dir: Path, *, over: bool = False) -> Standing:
     settings = resolve(None, [], [], {}, stored=rundir.config).settings
     live = not over and is_written(rundir.path)
     view = None if live else _last_view(rundir.journal)
-    state, why = (State.LIVE, "") if live else _how_it_ended(rundir, view)
+    ended = None if live else _ended(rundir)
+    state, why = (State.LIVE, "") if live else _how_it_ended(ended, view)
     num_batches = settings.run.batches if view is None else view.num_batches
     times = [path.stat().st_mtime for path in (rundir.config, *rundir.journal.glob("*.e*"))]
     return Standing(
@@ -112,6 +129,7 @@ def read_standing(run_dir: Path, *, over: bool = False) -> Standing:
         at_s=max(times),
         num_batches=None if settings.trainer.engine == "none" else num_batches,
         lines=read_metrics(rundir.metrics),
+        seconds=ended.seconds if ended is not None else 0.0,
     )
 
 
@@ -126,10 +144,14 @@ def _last_view(journal: Path) -> PipelineView | None:
     return state.view()
 
 
-def _how_it_ended(rundir: RunDir, view: PipelineView | None) -> tuple[State, str]:
-    ended: Ended | None = None
-    with suppress(InputFileError):  # also one that was torn: it is as if there were none
-        ended = read_json(rundir.ended, Ended)
+def _ended(rundir: RunDir) -> Ended | None:
+    """None where nothing was left, or a torn word."""
+    with suppress(InputFileError):
+        return read_json(rundir.ended, Ended)
+    return None
+
+
+def _how_it_ended(ended: Ended | None, view: PipelineView | None) -> tuple[State, str]:
     trained_all = view is not None and view.trained_version >= view.num_batches
     if view is not None and view.finish_reason and not view.stop_reason and (trained_all or view.exhausted):
         return State.FINISHED, "" if trained_all else view.finish_reason
@@ -141,17 +163,18 @@ def _how_it_ended(rundir: RunDir, view: PipelineView | None) -> tuple[State, str
 
 
 @contextmanager
-def noting_end(rundir: RunDir) -> Generator[None]:
+def noting_end(rundir: RunDir) -> Generator[Stopwatch]:
     """Leave word of how the run ends, whichever way the block does; what an earlier end left goes at once.
 
-    Room for it is taken at the start: it may be a full disk that ends the run.
+    Yields the stopwatch of what the run took. Room for the word is taken at the start: it may be a full disk that ends
+    the run.
     """
-    path, ended = rundir.ended, Ended(why="", failed=False)
+    path, ended, stopwatch = rundir.ended, Ended(why="", failed=False), Stopwatch()
     path.unlink(missing_ok=True)
     with suppress(OSError):
         replace(path, b" " * ROOM_BYTES)
     try:
-        yield
+        yield stopwatch
     except Interrupted as error:
         ended = Ended(why=f"by {error.by}", failed=False)
         raise
@@ -165,7 +188,7 @@ def noting_end(rundir: RunDir) -> Generator[None]:
     finally:
         with suppress(OSError):  # whatever is wrong here must not hide what the run ended by
             if rundir.exists():
-                _leave_word(path, ended)
+                _leave_word(path, msgspec.structs.replace(ended, seconds=round(stopwatch.stop(), 1)))
 
 
 def _leave_word(path: Path, ended: Ended) -> None:

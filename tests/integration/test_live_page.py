@@ -328,7 +328,7 @@ def test_the_page_tells_what_the_run_does(page: LivePage, browser: Browser):
     assert "to act: train-0.1" in browser.text("#wait")
     assert "Weightsv12staleness 0.500, at most 1" in browser.text("#facts")
     titles = browser.evaluate("[...document.querySelectorAll('#curves figcaption b')].map(title => title.textContent)")
-    assert titles[:3] == ["Loss", "KL", "Entropy"]
+    assert titles[:3] == ["Loss", "Mismatch of trainer and engine (k3)", "Entropy"]
     assert browser.text("#longest tr") == "12/4 (attempt 2)1 min 23 s1 of 8generate-0.1"
     assert "dead letters2" in browser.evaluate("document.querySelector('#queues tr.alarm').textContent")
     assert browser.evaluate("document.querySelectorAll('#curves canvas').length") >= 3

@@ -119,3 +119,16 @@ async def test_what_was_given_up_is_told_once_and_counted_at_the_end(
         await console.show(broker)
     assert capsys.readouterr().out.count("given up: ") == 1
     assert "2" in console.summary(3.0)
+
+
+def test_the_summary_begins_with_held_out_problems_and_counts_filtered_groups(tmp_path: Path):
+    rundir = RunDir(tmp_path)
+    lines = [
+        {"eval": 0, "version": 0, "eval_reward": 0.0},
+        {"batch": 0, "reward": 0.1},
+        {"batch": 1, "reward": 0.3, "reward_with_filtered": 0.8},
+        {"eval": 1, "version": 2, "eval_reward": 0.75},
+    ]
+    rundir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = RunConsole(Settings(), rundir, PlainView()).summary(3.0)
+    assert said.startswith("finished in 3 s: 2 batches  held-out 0.00 -> 0.75  reward 0.10 -> 0.80")

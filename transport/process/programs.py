@@ -14,6 +14,7 @@ import shutil
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # here: little is safe to do after a fork
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started: with the time that its imports took."""
+    import psutil
+
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def python_module(module: str, *arguments: str) -> list[str]:

@@ -97,15 +97,18 @@ def outcomes(runs: Sequence[RunRecord]) -> list[list[str]]:
     return [
         ["outcome", *(verdict(run)[1] for run in runs)],
         ["batches", *(str(len(run.lines)) for run in runs)],
-        ["duration", *(duration(run.timeline.end_s) for run in runs)],
-        ["held-out reward, last", *map(_last_held_out, runs)],
+        ["duration", *(duration(run.seconds) for run in runs)],
+        ["held-out reward", *map(_held_out_ends, runs)],
         ["failed and retried", *(str(len(run.troubles)) for run in runs)],
     ]
 
 
-def _last_held_out(run: RunRecord) -> str:
-    found = [(line["eval_reward"], line["version"]) for line in run.evaluations if "eval_reward" in line]
-    return "{:.3f} at version {}".format(*found[-1]) if found else ""
+def _held_out_ends(run: RunRecord) -> str:
+    found = [line for line in run.evaluations if "eval_reward" in line]
+    if not found:
+        return ""
+    first = f"{found[0]['eval_reward']:.3f} → " if len(found) > 1 else ""
+    return f"{first}{found[-1]['eval_reward']:.3f} at version {found[-1]['version']}"
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
@@ -137,8 +140,8 @@ def _results(runs: Sequence[RunRecord], at: int) -> Iterator[tuple[str, list[Row
     same_time = Row(
         name=f"reward after {duration(elapsed_s)}", numbers=[_mean(one, "reward") for one in quick], better=1
     )
-    yield "reward", [*rows({"reward": (1, ".3f")}), same_time, *rows({name: (0, ".3f") for name in components})]
     yield "held-out problems", list(_held_out(runs, components))
+    yield "reward", [*rows({"reward": (1, ".3f")}), same_time, *rows({name: (0, ".3f") for name in components})]
     yield "learning", rows(LEARNING)
     yield "speed", rows(SPEED)
     yield (

@@ -43,6 +43,7 @@ from orchestrator.observability.report.record import (
     ends_of,
     facts,
     newest_records,
+    of_all_groups,
     read_run,
     redone,
     verdict,
@@ -210,9 +211,11 @@ END_BATCHES = 10  # batches at each end of a run over which its reward is said: 
 def _headlines(run: RunRecord) -> list[tuple[str, str, str]]:
     """What one wants to know first: (what, the number, what it is of)."""
     found: list[tuple[str, str, str]] = []
-    if ends := ends_of(run.lines, "reward", END_BATCHES):
+    lines = of_all_groups(run.lines)
+    if ends := ends_of(lines, "reward", END_BATCHES):
         notes = [f"mean of the first and last {ends[2]} batches" if ends[2] > 1 else "first and last batch"]
-        parts = ((name, ends_of(run.lines, name, END_BATCHES)) for name in run.components)
+        notes += ["filtered groups included"] if any("reward_with_filtered" in line for line in run.lines) else []
+        parts = ((name, ends_of(lines, name, END_BATCHES)) for name in run.components)
         notes += [f"{name} {first:.2f} → {last:.2f}" for name, part in parts if part for first, last, _ in [part]]
         found.append(("reward", f"{ends[0]:.2f} → {ends[1]:.2f}", "; ".join(notes)))
     if held_out := ends_of(run.evaluations, "eval_reward"):
@@ -226,15 +229,16 @@ def _headlines(run: RunRecord) -> list[tuple[str, str, str]]:
         of_sets = ((f"{name} {key}", ends_of(run.evaluations, f"eval/{name}/{key}")) for name, key in firsts.items())
         notes += [f"{name} {part[0]:.2f} → {part[1]:.2f}" for name, part in of_sets if part]
         change = f"{held_out[0]:.2f} → {held_out[1]:.2f}" if len(run.evaluations) > 1 else f"{held_out[1]:.2f}"
-        found.append(("held-out reward", change, "; ".join(notes)))
+        found.insert(0, ("held-out reward", change, "; ".join(notes)))  # it is what a run is for
     batches = f"{len(run.lines)} / {run.settings['run.batches']}" if "run.batches" in run.settings else len(run.lines)
     seconds = ends_of(run.lines, "seconds", END_BATCHES)
     tokens = sum(line.get("tokens_trained", 0) for line in run.lines)
     note = f"{tokens:,} tokens trained" + (f"; {seconds[1]:.2f} s a batch in the end" if seconds else "")
     found.append(("batches", str(batches), note))
     begun = run.lines[0].get("time_s", 0.0) - run.lines[0].get("seconds", 0.0) if run.lines else 0.0
+    begun += max(0.0, run.seconds - run.timeline.end_s)  # before its first event, mostly
     note = f"of them {duration(begun)} until the first batch began" if begun else "from the start to the last event"
-    found.append(("time", duration(run.timeline.end_s), note))
+    found.append(("time", duration(run.seconds), note))
     busy = [f"{share:.0%}" for stage in ("generation", "trainer") if (share := busy_share(run, stage)) is not None]
     if busy:
         found.append(("busy", " · ".join(busy), "generation · trainer; idle time by cause is below"))

@@ -59,6 +59,12 @@ class RunRecord:
         """What cost the run something."""
         return [mark for mark in self.timeline.marks if mark.trouble]
 
+    @property
+    def seconds(self) -> float:
+        """That the run took, from its command to its end; of one that goes on, or has several starts, its own clock."""
+        whole = self.standing.seconds if self.standing is not None and len(self.starts) == 1 else 0.0
+        return whole or self.timeline.end_s
+
     def usage_of(self, stage: str) -> Usage:
         return total([self.usage[track] for track in stages(self.timeline)[stage]])
 
@@ -170,6 +176,22 @@ def verdict(run: RunRecord) -> tuple[str, str, str]:
         standing.state.capitalize(),
         "; ".join(filter(None, (standing.why, batches, go_on))),
     )
+
+
+def of_all_groups(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of batches with the means over all groups where some were filtered: those over the trained ones fall as
+    the model solves more groups whole.
+    """
+    end = "_with_filtered"
+    return [
+        {**line, **{key.removesuffix(end): value for key, value in line.items() if key.endswith(end)}} for line in lines
+    ]
+
+
+def held_out_change(evaluations: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Held-out reward of the first and the last weights that were evaluated; None where those are not two."""
+    found = ends_of(evaluations, "eval_reward") if len(evaluations) > 1 else None
+    return found[:2] if found else None
 
 
 def ends_of(lines: Sequence[Mapping[str, Any]], key: str, most: int = 1) -> tuple[float, float, int] | None:

@@ -127,7 +127,7 @@ function showStatus() {
   byId("progress").value = status.num_batches ? status.trained_version / status.num_batches : 0;
   showReward();
   showProblems(status);
-  showFacts(status, history && history.evaluations);
+  showFacts(status);
   showFlow(status);
   showBatches(status);
   showEvaluation(status);
@@ -139,12 +139,19 @@ function showStatus() {
   showLanes(history && history.lanes, status);
 }
 
-/** The newest reward; after a restart of the orchestrator the curve still knows it. */
+/** The held-out reward where there is one; else that of the newest batch, of filtered groups as well, as the mean over
+ * the trained ones falls while the model solves more groups whole. After a restart of the orchestrator the curve still
+ * knows it. */
 function showReward() {
-  const rewards = ((history && history.curves.reward) || []).filter((value) => value !== null);
-  const last = status.last && "reward" in status.last ? status.last.reward : rewards.at(-1);
-  setText(byId("reward"), number(last));
-  setText(byId("reward-from"), rewards.length > 1 ? `from ${number(rewards[0])} in the first batch` : "mean of the last batch");
+  const asked = ((history && history.evaluations) || []).filter((line) => "eval_reward" in line);
+  const curves = (history && history.curves) || {};
+  const rewards = (curves.reward || []).map((value, at) => (curves.reward_with_filtered || [])[at] ?? value).filter((value) => value !== null);
+  const last = status.last && "reward" in status.last ? status.last.reward_with_filtered ?? status.last.reward : rewards.at(-1);
+  const first = asked[0], newest = asked.at(-1);
+  setText(byId("reward-title"), newest ? "Held-out reward" : "Reward");
+  setText(byId("reward"), number(newest ? newest.eval_reward : last));
+  if (newest) setText(byId("reward-from"), asked.length > 1 ? `of v${newest.version}, from ${number(first.eval_reward)} of v${first.version}; reward of the last batch ${number(last)}` : `of v${newest.version}; reward of the last batch ${number(last)}`);
+  else setText(byId("reward-from"), rewards.length > 1 ? `from ${number(rewards[0])} in the first batch` : "mean of the last batch");
 }
 
 onKey(byId("unlock"), byId("key"), () => {

@@ -16,7 +16,8 @@ const LINES = [
 const REWARD = { title: "Reward", names: ["reward", "reward_with_filtered"], labels: ["trained groups", "with filtered ones"], floor: 0, height: 230, quiet: true };
 const LEARNING = [
   { title: "Loss", names: ["loss"] },
-  { title: "KL", names: ["kl", "mismatch_k3"], labels: ["to the reference", "trainer to engine"], floor: 0 },
+  { title: "KL to the reference", names: ["kl"], floor: 0 },
+  { title: "Mismatch of trainer and engine (k3)", names: ["mismatch_k3"], floor: 0 },
   { title: "Entropy", names: ["entropy"], floor: 0 },
   { title: "Reward components", components: true },
   { title: "Gradient norm", names: ["grad_norm"], floor: 0, robust: true },

@@ -102,10 +102,9 @@ export function draftsOf({ workers }) {
 }
 
 /** The numbers beside the reward. */
-export function showFacts(status, evaluations) {
+export function showFacts(status) {
   const last = status.last || {};
   const tokens_per_s = (status.workers || []).reduce((sum, worker) => sum + (worker.kind === "generate" ? worker.tokens_per_s || 0 : 0), 0);
-  const held_out = (evaluations || []).filter((line) => "eval_reward" in line).at(-1);
   const counts = Object.values(status.requests || {});
   const taken = counts.reduce((sum, one) => sum + one.ended, 0);
   const facts = serves(status)
@@ -116,7 +115,6 @@ export function showFacts(status, evaluations) {
         ["Weights", status.newest ? `v${status.newest.version}` : "–", status.newest ? "" : "not loaded yet"],
       ]
     : [
-        ["Held out", held_out ? number(held_out.eval_reward) : "", held_out ? `reward of v${held_out.version}` : ""],
         ["Response", "response_tokens" in last ? `${number(last.response_tokens)} tokens` : "–", "response_tokens_max" in last ? `longest ${number(last.response_tokens_max)}` : ""],
         ["Cut at the limit", "truncated" in last ? `${Math.round(100 * last.truncated)}%` : "–", "of samples"],
         ["Weights", status.newest ? `v${status.newest.version}` : "–", "staleness" in last ? `staleness ${number(last.staleness)}, at most ${number(last.staleness_max)}` : ""],
