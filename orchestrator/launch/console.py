@@ -13,7 +13,7 @@ from orchestrator.config.starts import read_starts
 from orchestrator.http import endpoint_links, page_links
 from orchestrator.observability.http.status import broker_fields, read_status
 from orchestrator.observability.live import View, duration, evaluation_lines
-from orchestrator.observability.metrics import NewLines, read_file, read_metrics, warnings_of
+from orchestrator.observability.metrics import NewLines, Repeats, read_file, read_metrics, warnings_of
 from orchestrator.observability.report.pages import END_BATCHES, finish_run
 from orchestrator.observability.report.record import ends_of, held_out_change, last_of_each, of_all_groups
 from orchestrator.observability.standing import result_lines
@@ -52,6 +52,7 @@ class RunConsole:
         self._given_up = 0
         self._given_up_reason = ""
         self._noted: set[str] = set()
+        self._warned = Repeats()
         self._waits_for_broker = False
         self._status: Mapping[str, Any] = {}
 
@@ -89,9 +90,8 @@ class RunConsole:
                 self._newest = max(line["batch"], self._newest)
                 self._view.batch(line)
                 for warning in warnings_of(line, self._settings.algorithm.mismatch_limit):
-                    which, _, advice = warning.partition(": ")
-                    self._view.note(f"warning: {which if advice in self._noted else warning}")
-                    self._noted.add(advice)
+                    if said := self._warned.said(warning):
+                        self._view.note(f"warning: {said}")
 
     def _note_once(self, what: str, text: str) -> None:
         if what not in self._noted:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 from array import array
 from collections import Counter, defaultdict
@@ -150,7 +151,11 @@ class MetricsLog:
         self._begun_s: float | None = None
         self._ranker: dict[str, float] = {}
         self._critic: dict[str, float] = {}
+        self._repeats = Repeats()
         self.last_line: dict[str, Any] = {}
+        self.last_evaluation: dict[str, Any] = max(
+            (line for line in file.lines if "eval" in line), key=lambda line: line["eval"], default={}
+        )
 
     def recall(self, records: Iterable[JournalRecord], rounds: Iterable[TrainRound] = ()) -> None:
         """Take note of what was before a restart, so that the batches that were open then are whole in their lines.
@@ -225,7 +230,8 @@ class MetricsLog:
                 if command.number not in self._evaluated:
                     share = cost["eval"] / (sum(cost.values()) or 1.0)
                     self._evaluated.add(command.number)
-                    append_line(self._path, evaluation_line(command, now_s, share, self._held_out))
+                    self.last_evaluation = evaluation_line(command, now_s, share, self._held_out)
+                    append_line(self._path, self.last_evaluation)
             case _:
                 pass
 
@@ -285,7 +291,10 @@ class MetricsLog:
         self._groups = {name: group for name, group in self._groups.items() if batch_of(name) >= before}
         self._written.add(key)
         append_line(self._path, line)
-        for warning in filter(None, (skipped_line(line), no_gradient_line(line))):
+        for text in filter(None, (skipped_line(line), no_gradient_line(line))):
+            warning = self._repeats.said(text)
+            if not warning:
+                continue
             log.warning(warning)
         return line
 
@@ -301,6 +310,29 @@ def warnings_of(line: Mapping[str, Any], mismatch_limit: float) -> list[str]:
     """What is wrong with a trained batch, each as a sentence without "warning": for terminal, live page and report."""
     said = (mismatch_line(line, mismatch_limit), fp8_line(line), skipped_line(line), no_gradient_line(line))
     return [text for text in said if text]
+
+
+class Repeats:
+    """Warnings, each kind said once and then at ten times as many batches. A kind differs by its words, not numbers."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def said(self, warning: str) -> str:
+        """What is to be said of one more ``warning``; "" where it was said often enough."""
+        kind = re.sub(r"\d[\d.]*", "#", warning)
+        self._first.setdefault(kind, warning)
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            return warning
+        return f"{warning} ({count} batches so far)" if re.fullmatch("10+", str(count)) else ""
+
+    def all(self) -> list[str]:
+        """The first of each kind, with how many more there were."""
+        more = ((first, self._counts[kind] - 1) for kind, first in self._first.items())
+        return [f"{first} (and {left} more batch{'es' * (left > 1)})" if left else first for first, left in more]
 
 
 def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
@@ -359,6 +391,11 @@ def no_gradient_line(line: Mapping[str, Any]) -> str:
             "all of its groups were dropped; ask problems that the model solves now and then, or a larger group_size"
         )
         why = f"none of its groups was left, {dead} are dead; logs/orchestrator.log says why" if dead else dropped
+    elif line.get("no_signal") == 1.0 and line.get("reward_std") == 0.0 and line.get("reward", 0.0) > 0.0:
+        why = (
+            f"every answer earns the same reward ({line['reward']:.3g}): where that is the best there is, the task is "
+            "solved; ask harder problems, or end the run"
+        )
     elif line.get("no_signal") == 1.0:
         why = (
             "the rewards within each of its groups are equal; set pipeline.drop_no_signal=true to replace such groups, "

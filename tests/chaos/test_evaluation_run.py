@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.sim.replay import recorded_commands
-from tests.fakes.live_run import QUICK, LiveRun, check_whole
+from tests.fakes.live_run import BATCHES, QUICK, LiveRun, check_whole
 from transport.contracts.messages import EVALUATION, DispatchGroups, RolloutFinished
 from transport.contracts.types import is_evaluation
 
@@ -42,12 +42,14 @@ def check_evaluations(run: LiveRun) -> list[dict[str, Any]]:
 
 
 def test_a_run_evaluates_while_it_trains_and_trains_none_of_it(tmp_path: Path):
-    with LiveRun(tmp_path, *QUICK, "eval.every=2", "eval.budget=0.5") as run:
+    with LiveRun(tmp_path, *QUICK, "eval.every=2", "eval.ends=true", "eval.budget=0.5") as run:
         check_whole(run)
         lines = check_evaluations(run)
         assert lines[0]["version"] == 0
         assert lines[1]["version"] in (2, 3), "of every second version, or the next where an evaluation took longer"
         assert [line["eval_short"] for line in lines][:2] == ["", ""]
+        assert lines[-1]["version"] == BATCHES, "the last weights of all"
+        assert "  held-out " in run.output
         assert {"eval_reward", "eval_seconds", "eval_tokens", "eval_share"} <= lines[0].keys()
         assert f"evaluation of version 0  reward {lines[0]['eval_reward']:.3f}" in run.output
         assert "Held-out problems" in (run.run_dir / "report.html").read_text()

@@ -57,6 +57,7 @@ def test_workers_join_and_leave_in_mid_run(tmp_path: Path):
         assert not [stream for stream in alone["queues"] if stream.startswith(("plans:", "control:", "rounds"))]
         assert alone["wait"]["waits_for"] == "a trainer to join"
 
+        assert "batch 1/" in place.words(), "a line a batch, as run prints"
         place.drain("one")
         for name in ("one-score-0", "one-train-0", "one-generate-1"):
             assert place.processes[name].wait(timeout=30) == 0, place.words()

@@ -73,7 +73,7 @@ class LiveRun:
     def start(self, *arguments: str) -> None:
         """Start (or start again, with ``--resume``) the supervisor."""
         command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain"]
-        for setting in (f"run.batches={BATCHES}", *self._settings):
+        for setting in (f"run.batches={BATCHES}", "eval.ends=false", *self._settings):
             command += ["--set", setting]
         command += arguments  # the last of two --set counts
         faults = [f"{point}:{count}:{self._marker(point)}" for point, count in self._faults.items()]

@@ -139,9 +139,17 @@ def test_the_report_warns_of_batches_as_the_terminal_does(tmp_path: Path):
     with (run_dir / "config.toml").open("a") as config:
         config.write("[algorithm]\nmismatch_limit = 0.1\n")
     text = Tags(render_report(read_run(run_dir))).text
-    assert "3 warnings, the last: " + no_gradient_line(lines[1]) in text
+    assert f"2 warnings, the last: {no_gradient_line(lines[0])} (and 1 more batch)" in text
     for warning in (mismatch_line(lines[0], 0.1), no_gradient_line(lines[0])):
         assert warning in text
+
+
+def test_a_batch_of_which_every_answer_is_as_good_is_called_solved():
+    line = {"batch": 3, "groups_trained": 4, "grad_norm": 0.0, "no_signal": 1.0, "reward": 1.0, "reward_std": 0.0}
+    assert "every answer earns the same reward (1): where that is the best there is, the task is solved" in (
+        no_gradient_line(line)
+    )
+    assert "drop_no_signal=true" in no_gradient_line({**line, "reward": 0.0})
 
 
 def test_hostile_text_does_nothing_in_the_report(tmp_path: Path):

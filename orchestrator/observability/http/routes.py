@@ -34,7 +34,7 @@ from orchestrator.core.view import PipelineView
 from orchestrator.errors import ConfigError
 from orchestrator.loop.intake import REQUESTS, append_event, change
 from orchestrator.observability.http.status import StatusBoard
-from orchestrator.observability.metrics import BatchLines
+from orchestrator.observability.metrics import BatchLines, reward_components
 from transport.broker.base import Broker
 from transport.contracts.settings import Settings
 from transport.errors import TransientError
@@ -165,6 +165,8 @@ OF_LAST_BATCH = {
     "samples_per_s": "Trained samples a second over the last trained batch.",
     "tokens_per_s": "Trained response tokens a second over the last trained batch.",
 }
+NOT_OF_A_BATCH = ("batch", "version", "incarnation", "time_s")
+"""Keys of its line that say which batch it is."""
 GAUGES = {
     "num_batches": "Batches that the run trains.",
     "in_flight_samples": "Samples that generation workers owe.",
@@ -196,9 +198,8 @@ class _Status(Collector):
         for name, text in GAUGES.items():
             if name in status:
                 yield GaugeMetricFamily(f"streamrl_{name}", text, value=float(status[name]))
-        for name, text in OF_LAST_BATCH.items():
-            if name in status["last"]:
-                yield GaugeMetricFamily(f"streamrl_batch_{name}", text, value=float(status["last"][name]))
+        yield from _of_last_batch(status["last"])
+        yield from _of_last_evaluation(status.get("last_evaluation") or {})
         if status.get("num_requests") is not None:
             yield from _requests(status["num_requests"], status["requests"].values())
         blocked = status.get("blocked")
@@ -213,6 +214,32 @@ class _Status(Collector):
         }
         text = "Seconds for which a worker has stood aside, since it cannot load the newest weights."
         yield _labelled("streamrl_worker_aside_seconds", text, "worker", aside_s)
+
+
+def _of_last_batch(line: Mapping[str, Any]) -> Iterator[Metric]:
+    """Every number of its line in metrics.jsonl; components of the reward under one name."""
+    components = reward_components(line)
+    for name, value in line.items():
+        if isinstance(value, int | float) and name not in NOT_OF_A_BATCH and name not in components and "/" not in name:
+            text = OF_LAST_BATCH.get(name, f"{name} of the last trained batch, see docs/metrics.md.")
+            yield GaugeMetricFamily(f"streamrl_batch_{name}", text, value=float(value))
+    text = "Mean of a component of the reward over the last trained batch."
+    yield _labelled("streamrl_batch_component", text, "component", components)
+
+
+def _of_last_evaluation(line: Mapping[str, Any]) -> Iterator[Metric]:
+    """The newest evaluation: the means over all held-out problems, and those of each named set."""
+    if not line:
+        return
+    text = "Version of the weights of the newest evaluation."
+    yield GaugeMetricFamily("streamrl_evaluation_version", text, value=float(line["version"]))
+    text = "A number of the newest evaluation: its reward, components, problems, seconds, see docs/evaluation.md."
+    family = GaugeMetricFamily("streamrl_evaluation", text, labels=["set", "name"])
+    for name, value in sorted(line.items()):
+        if isinstance(value, int | float) and name.startswith(("eval_", "eval/")):
+            of_set = name.split("/")
+            family.add_metric(of_set[1:] if len(of_set) == 3 else ["", name.removeprefix("eval_")], float(value))
+    yield family
 
 
 def _requests(num_requests: int, open_ones: Collection[Mapping[str, float]]) -> Iterator[Metric]:

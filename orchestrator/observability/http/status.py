@@ -39,6 +39,7 @@ gpus                 of the machine that `run` started the processes on: [{numbe
                      that they compute whom it did not start, with number, memory_mib and share null
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
+last_evaluation      numbers of the newest evaluation, as in metrics.jsonl
 remarks              what a user should know of the prompts: [sentence]
 warnings             what is wrong with that batch, and loggers that were left out: [sentence]
 num_lost, lost       workers that were lost since the orchestrator started, and the newest of them, oldest first:
@@ -223,6 +224,7 @@ async def publish_status(
             "queues": queues,
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,
+            "last_evaluation": metrics.last_evaluation,
             "warnings": [
                 *map(str, read_left_out(run_dir)),
                 *_warnings(view["full_precision"], metrics.last_line, mismatch_limit),
@@ -325,7 +327,8 @@ class UsageWindow:
             }
             if elapsed_s := max(0.0, last.elapsed_s - first.elapsed_s):
                 tokens = last.counters.get("tokens", 0.0) - first.counters.get("tokens", 0.0)
-                row["idle"] = round(1.0 - (last.busy_s - first.busy_s) / elapsed_s, 3) + 0.0  # never -0.0
+                idle = 1.0 - (last.busy_s - first.busy_s) / elapsed_s
+                row["idle"] = max(0.0, round(idle, 3))  # a lease may count a second of work before it counts the second
                 row["tokens_per_s"] = tokens / elapsed_s
             rows.append(row)
         return rows

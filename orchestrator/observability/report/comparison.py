@@ -118,9 +118,13 @@ LEARNING: Values = {
     "no_signal": (-1, ".1%"),
     "truncated": (-1, ".1%"),
     "response_tokens": (0, ".1f"),
+    "loss": (0, ".4f"),
     "entropy": (0, ".3f"),
     "kl": (0, ".4f"),
     "grad_norm": (0, ".3f"),
+    "critic_value_loss": (-1, ".4f"),
+    "critic_explained_variance": (1, ".3f"),
+    "critic_grad_norm": (0, ".3f"),
     "logprob_mismatch": (-1, ".4f"),
     "staleness": (-1, ".2f"),
 }

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from orchestrator.config.run_directory import RunDir, journal_of
 from orchestrator.errors import ConfigError, printable, writing_out
-from orchestrator.observability.metrics import sets_of, warnings_of
+from orchestrator.observability.metrics import Repeats, sets_of, warnings_of
 from orchestrator.observability.report.bubbles import Cause, Usage
 from orchestrator.observability.report.comparison import COLUMNS, LAST, Comparison, compare_runs, outcomes, tables
 from orchestrator.observability.report.drawing import (
@@ -72,6 +72,12 @@ CHARTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "KL to the reference": {"kl": "kl"},
         "clipped share of computed tokens": {"low": "clip_fraction_low", "high": "clip_fraction_high"},
         "learning rate": {"lr": "lr"},
+    },
+    "Critic": {
+        "loss of values": {"loss": "critic_value_loss"},
+        "explained share of the returns' variance": {"explained": "critic_explained_variance"},
+        "mean of values and returns": {"values": "critic_value_mean", "returns": "critic_return_mean"},
+        "gradient norm of the critic": {"norm": "critic_grad_norm"},
     },
     "Response lengths": {
         "response length, tokens": {
@@ -172,7 +178,7 @@ def render_report(run: RunRecord) -> str:
             ],
             causes={cause.value: CAUSE_COLORS[cause] for cause in Cause},
             idle=[*idle, _usage_row("trainer", run.usage_of("trainer"))],
-            warnings=[*(warning for line in run.lines for warning in warnings_of(line, limit)), *run.left_out],
+            warnings=[*_warnings(run, limit), *run.left_out],
             troubles=[
                 [f"{mark.at_s:.1f} s", mark.track, mark.name, "" if mark.back_s is None else f"{mark.back_s:.1f} s"]
                 for mark in run.timeline.marks
@@ -202,6 +208,14 @@ def _set_rows(run: RunRecord, name: str, keys: Sequence[str]) -> tuple[list[str]
 
     rows = [[line["version"], *(line.get(f"eval/{name}/{key}", "") for key in keys)] for line in run.evaluations]
     return ["version", *(key.replace("_", " ") for key in keys)], [list(map(shown, row)) for row in rows]
+
+
+def _warnings(run: RunRecord, limit: float) -> list[str]:
+    repeats = Repeats()
+    for line in run.lines:
+        for warning in warnings_of(line, limit):
+            repeats.said(warning)
+    return repeats.all()
 
 
 LARGE = ({"width": 1160.0, "height": 220.0}, {"width": 380.0, "height": 180.0})  # on a screen, and on a phone
