@@ -1,14 +1,15 @@
 """``streamrl-worker evaluate``: the held-out problems of a run, answered greedily by one model, in
 episodes where it has an environment.
 
-Owns: nothing that lasts. Reads ``eval.jsonl``, ``config.toml`` and checkpoints of the run's directory, also while it is
-live; reward and environment are the run's own. Invariant: an answer that an environment failed is asked again, and is
-an error at the limit, never a zero.
+Owns: ``evaluated.jsonl`` of the run's directory. Reads ``eval.jsonl``, ``config.toml`` and checkpoints there, also
+while the run is live; reward and environment are the run's own. Invariant: an answer that an environment failed is
+asked again, and is an error at the limit, never a zero.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,6 +70,9 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 TOKENS = "response_tokens"
+EVALUATED = "evaluated.jsonl"
+"""Of the run's directory: a line for each model of it that was evaluated by hand, with the keys of metrics.jsonl."""
+METRICS = "metrics.jsonl"
 
 
 def evaluate_run(
@@ -122,16 +126,48 @@ def evaluate_run(
     if kind != "checkpoint":
         paths = {"base": settings.model.path, "final": str(run_dir / "model")}
         directory = prepare_model(paths.get(model, model), cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-        given = asyncio.run(_evaluate(settings, problems, directory, spec, ask))
-        return _figures_of(given, ask, answers)
+        found = _figures_of(asyncio.run(_evaluate(settings, problems, directory, spec, ask)), ask, answers)
+        if kind in paths:
+            _keep(run_dir, 0 if kind == "base" else _last_version(run_dir), found, len(problems), ask, settings)
+        return found
     if number and not number.isdecimal():
         raise RunFilesError(f'--model {model}: write "checkpoint", or "checkpoint:" and a version, like checkpoint:20')
     with tempfile.TemporaryDirectory(prefix="streamrl-checkpoint-") as copy:
         directory, dtype = Path(copy) / "model", settings.generation.dtype
         version = int(number) if number else None
         meta = export_checkpoint(run_dir, version, directory, dtype=dtype, cache_dir=cache_dir, trust=trust_remote_code)
-        given = asyncio.run(_evaluate(settings, problems, directory, spec, ask))
-        return {"version": meta.version, **_figures_of(given, ask, answers)}
+        found = _figures_of(asyncio.run(_evaluate(settings, problems, directory, spec, ask)), ask, answers)
+        _keep(run_dir, meta.version, found, len(problems), ask, settings)
+        return {"version": meta.version, **found}
+
+
+def _last_version(run_dir: Path) -> int:
+    """The version of the run's final model. Raises RunFilesError: its metrics do not say."""
+    path = run_dir / METRICS
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        versions = [msgspec.json.decode(line, type=_Version).version for line in path.read_bytes().splitlines()]
+        if versions:
+            return max(versions)
+    raise RunFilesError(f"{path} does not say which version the final model is: try --model checkpoint")
+
+
+class _Version(Struct, frozen=True):
+    version: int = 0
+
+
+def _keep(
+    run_dir: Path, version: int, figures: Mapping[str, float], problems: int, ask: Asking, settings: Settings
+) -> None:
+    """Add a line to EVALUATED, for report and comparison, where the run's own evaluations ask in this way.
+
+    A directory that this user may not write keeps none.
+    """
+    if ask.samples > 1 or ask.temperature != settings.eval.temperature:
+        return
+    named = {f"eval/{name}" if "/" in name else f"eval_{name}": value for name, value in figures.items()}
+    line = {"version": version, **named, "eval_problems": problems, "eval_answered": problems, "eval_short": ""}
+    with contextlib.suppress(OSError), (run_dir / EVALUATED).open("ab") as file:
+        file.write(b"\n" + msgspec.json.encode(line) + b"\n")  # a line that a kill tore ends here
 
 
 def _figures_of(given: Sequence[Answer], ask: Asking, path: Path | None) -> dict[str, float]:

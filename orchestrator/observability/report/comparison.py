@@ -176,14 +176,14 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> Number | None:
 
 
 def _held_out(runs: Sequence[RunRecord], components: Sequence[str]) -> Iterator[Row]:
-    """At the last version that all runs evaluated."""
+    """At the last version that all runs evaluated; where that is the untrained one at most, of the last of each."""
     by_version = [{line["version"]: line for line in run.evaluations} for run in runs]
-    common = set(by_version[0]).intersection(*by_version)
-    lines = [each[max(common)] if common else {} for each in by_version]
+    common = max(set(by_version[0]).intersection(*by_version), default=0)
+    lines = [each.get(common or max(each, default=0), {}) for each in by_version]
+    at = f"at version {common}" if common else "of the last weights"
     for name in ("reward", *components):
         found = [_of_problems(line, f"eval_{name}") for line in lines]
-        at = f" at version {max(common)}" if common and name == "reward" else ""
-        yield Row(name=f"{name}{at}", numbers=found, better=int(name == "reward"))
+        yield Row(name=f"{name} {at}" if name == "reward" else name, numbers=found, better=int(name == "reward"))
     for name, keys in sets_of(lines).items():
         for key in keys:
             if key == "reward" or key.startswith("pass@"):

@@ -102,7 +102,9 @@ def read_run(run_dir: Path, *, over: bool = False) -> RunRecord:
         all_lines=lines,
         damage=file.say(),
         lines=last_of_each(lines, "batch"),
-        evaluations=last_of_each([line for line in lines if "eval" in line], "version"),
+        evaluations=last_of_each(
+            [*(line for line in lines if "eval" in line), *read_file(run_dir / EVALUATED).lines], "version"
+        ),
         components=sorted(components),
         samples=read_samples(run_dir / SAMPLES),
         timeline=timeline,
@@ -159,6 +161,7 @@ def newest_records(journal: Path, *, most: int = MAX_EVENTS) -> Iterator[Journal
 
 # --- what one wants to know first -------------------------------------------------------------------------------------
 
+EVALUATED = "evaluated.jsonl"  # what streamrl-worker evaluate leaves of the run's own models
 NOT_COMPARED = ("run.name", "run.dir", "broker.url", "broker.password")
 MAX_NAMED = 8  # batches
 KINDS = {State.FINISHED: "good", State.FAILED: "bad", State.CRASHED: "bad"}
