@@ -7,7 +7,8 @@ FatalError (transport.errors)
 ├── EndpointSetupError    the endpoint for agents cannot be listened on
 ├── EnvironmentSetupError  the same of the run's environment
 ├── AlgorithmError        a loss or an advantage of the user's is none, or this worker's command line does not allow it
-├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
+├── CheckpointError       a checkpoint cannot be written, or does not fit; the ones before are untouched
+│   └── NoCheckpointRoomError   its disk is full, or its directory or store takes no writes
 ├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
 ├── RunFilesError         what a command reads of a run's directory is not there: configuration, problems, checkpoint
 ├── EvaluationError       held-out problems cannot be answered
@@ -42,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transport.contracts.types import RowId
-from transport.errors import FatalError, StreamError, TransientError
+from transport.errors import DirectoryError, FatalError, StreamError, TransientError
 from transport.process.storage import Place
 
 
@@ -72,6 +73,13 @@ class CheckpointError(FatalError):
         super().__init__(f"checkpoint {path}{size}: {reason}")
         self.path = path
         self.nbytes = nbytes
+
+
+class NoCheckpointRoomError(CheckpointError, DirectoryError):
+    """Where it goes has no room, or takes no writes."""
+
+    def __init__(self, path: Place, nbytes: int, reason: str) -> None:
+        super().__init__(path, nbytes, f"{reason}; make room there, or let it be written")
 
 
 class ResumeMismatchError(FatalError): ...

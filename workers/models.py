@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transport.contracts import tokenizer
 from transport.contracts.types import Struct
-from transport.errors import InputFileError
-from transport.process.files import read_json
+from transport.errors import DirectoryError, InputFileError, StreamError
+from transport.process.files import is_no_room, read_json
 from transport.process.gpus import gpu_share
 from transport.process.programs import command
 from transport.process.words import closest, did_you_mean
@@ -175,8 +175,17 @@ def cached(directory: Path, build: Callable[[Path], None], *, announce: str, say
                     aside.rename(directory)
                 finally:
                     shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        raise ModelError(f"cannot write the model cache {directory.parent}: {error}") from error
+    except StreamError:
+        raise
+    except Exception as error:
+        where = f"cannot write the model cache {directory.parent}"
+        if is_no_room(error):
+            raise DirectoryError(
+                f"{where}: no space is left; free some, or set STREAMRL_CACHE to another disk"
+            ) from error
+        if isinstance(error, OSError):
+            raise ModelError(f"{where}: {error}") from error
+        raise
     return directory
 
 

@@ -53,6 +53,7 @@ class RunConsole:
         self._given_up_reason = ""
         self._noted: set[str] = set()
         self._warned = Repeats()
+        self._troubles: Mapping[str, str] = {}
         self._waits_for_broker = False
         self._status: Mapping[str, Any] = {}
 
@@ -69,6 +70,7 @@ class RunConsole:
                     self._note_once(text, f"damaged checkpoint, going on from {where}: {text}")
                 for text in status.get("remarks", ()):
                     self._note_once(text, f"note: {text}")
+                self._show_troubles({one["worker"]: one.get("trouble", "") for one in status.get("workers", ())})
                 for worker in status.get("workers", ()):
                     if worker["counters"].get("jailed", 1.0) == 0.0 and worker["doing"] != STARTING:
                         self._note_once(
@@ -92,6 +94,19 @@ class RunConsole:
                 for warning in warnings_of(line, self._settings.algorithm.mismatch_limit):
                     if said := self._warned.said(warning):
                         self._view.note(f"warning: {said}")
+
+    def _show_troubles(self, troubles: Mapping[str, str]) -> None:
+        """Say what is wrong with a worker that goes on, once each time, and when it is over.
+
+        What differs in numbers alone, as free bytes do, is one trouble.
+        """
+        for worker, text in troubles.items():
+            before = self._troubles.get(worker, "")
+            if text and not before:
+                self._view.note(f"{worker}: {text}")
+            elif before and not text:
+                self._view.note(f"{worker}: that is over")
+        self._troubles = {worker: text for worker, text in troubles.items() if text}
 
     def _note_once(self, what: str, text: str) -> None:
         if what not in self._noted:

@@ -134,3 +134,19 @@ def test_the_summary_begins_with_held_out_problems_and_counts_filtered_groups(tm
     rundir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = RunConsole(Settings(), rundir, PlainView()).summary(3.0)
     assert said.startswith("finished in 3 s: 2 batches  held-out 0.00 -> 0.75  reward 0.10 -> 0.80")
+
+
+async def test_what_is_wrong_with_a_worker_that_goes_on_is_said_once_and_when_it_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    console = RunConsole(Settings(), RunDir(tmp_path), PlainView())
+    for trouble in ("its server is lost (signal 9)", "its server is lost (signal 9)", "", "no checkpoint yet"):
+        await broker.put_meta(keys.STATUS, status_with(worker="generate-0.1", trouble=trouble))
+        await console.show(broker)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("generate-0.1: ")]
+    assert said == [
+        "generate-0.1: its server is lost (signal 9)",
+        "generate-0.1: that is over",
+        "generate-0.1: no checkpoint yet",
+    ]

@@ -22,7 +22,9 @@ from ranker.history import LengthHistory
 from ranker.model import StoredRanker, read_ranker, write_ranker
 from ranker.protocol import RankerFileError
 from transport.errors import DirectoryError, RunExistsError
-from transport.process.files import REMAINS_S, remove_remains, replace, replacing, writing
+from transport.process.files import REMAINS_S, is_no_room, remove_remains, replace, replacing, writing
+from workers.__main__ import EXIT_FATAL, EXIT_FULL, exit_code
+from workers.errors import CheckpointError, NoCheckpointRoomError
 
 OLD, NEW = b"old" * 1000, b"new" * 100_000
 
@@ -149,3 +151,24 @@ def test_a_run_directory_below_a_file_is_named(tmp_path: Path):
     (tmp_path / "runs").touch()
     with pytest.raises(RunExistsError, match="runs is a file; choose another --name or --dir"):
         RunDir(tmp_path / "runs" / "mine").claim("", resume=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), True),
+        (OSError(errno.EACCES, "Permission denied"), False),
+    ],
+)
+def test_a_full_disk_is_known_whatever_library_says_so(error: Exception, full: bool):
+    assert is_no_room(error) is full
+    try:
+        raise ValueError("a library's own") from error
+    except ValueError as wrapped:
+        assert is_no_room(wrapped) is full
+
+
+def test_a_checkpoint_without_room_has_the_exit_code_of_a_full_disk():
+    assert exit_code(NoCheckpointRoomError(Path("step-4"), 100, "only 1 bytes are free")) == EXIT_FULL
+    assert exit_code(CheckpointError(Path("step-4"), 0, "its tensors are not those of this model")) == EXIT_FATAL

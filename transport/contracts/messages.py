@@ -825,6 +825,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # by name: tokens, samples, ...
     kv_use: float = 0.0  # part of its KV memory in use, 0 to 1, where its engine says so (generate)
     way: Name = ""  # how its weights came: inproc, mapped, tcp or ucx (generate)
+    trouble: str = ""  # what is wrong while it goes on: its server is lost, there is no checkpoint; "" for nothing
     relay: Name = ""  # tcp://host:port where it passes on the weights that came to it over a network (generate)
     gpus: tuple[Name, ...] = ()  # that it took for itself: "<the driver's id> <what it is>"
     unit: Name = ""  # tcp://host:port where it keeps columns of rows, counters["retained_bytes"] of them (store)

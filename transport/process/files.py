@@ -12,6 +12,7 @@ import fcntl
 import gzip
 import os
 import pwd
+import re
 import secrets
 import stat
 import time
@@ -44,6 +45,20 @@ def writing(directory: Path) -> Generator[None]:
                 who = os.getuid()
                 advice = f"let user {who} write there (a volume: chown -R {who}), or choose another directory"
         raise DirectoryError(f"cannot write {error.filename or directory}: {error.strerror}; {advice}") from error
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_SAYS_NO_ROOM = re.compile("No space left on device|Disk quota exceeded")
+
+
+def is_no_room(error: BaseException) -> bool:
+    """Whether a full disk is behind ``error``, of whichever library: some raise no OSError, and only say so."""
+    causes: BaseException | None = error
+    while causes is not None:
+        if getattr(causes, "errno", None) in _NO_ROOM or _SAYS_NO_ROOM.search(str(causes)):
+            return True
+        causes = causes.__cause__ or causes.__context__
+    return False
 
 
 @contextmanager

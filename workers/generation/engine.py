@@ -258,7 +258,7 @@ class EngineLoad:
     capacity: samples that fit now, where memory is shorter than slots; 0: all slots.  cached_tokens: of prompts, taken
     from a cache so far.  kv_use: part of the KV memory in use, 0 to 1.  drafted_tokens: computed so far because a draft
     said so.  accepted_tokens: those of them that were drawn.  retracted_samples: how often so far a sample gave up its
-    slot because memory was full, and waited again.
+    slot because memory was full, and waited again.  trouble: what is wrong while it goes on, "" for nothing.
     """
 
     running: int
@@ -271,6 +271,7 @@ class EngineLoad:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     retracted_samples: int = 0
+    trouble: str = ""
 
 
 class GenerationEngine(Protocol):

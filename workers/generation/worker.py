@@ -382,6 +382,7 @@ class GenerationWorker:
             },
             kv_use=load.kv_use,
             way=self._updates.way,
+            trouble=load.trouble,
             relay=self._relay.address if self._relay is not None else "",
         )
 

@@ -157,6 +157,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: cumulative seconds of useful work.  counters: cumulative numbers by name (samples, tokens, rounds, ...).
     kv_use: part of the KV memory in use, 0 to 1 (generate).  relay: where it passes weights on (generate).
     way: how its last weights came (generate).  unit: where it keeps columns (store).
+    trouble: what is wrong while the worker goes on, for people; "" for nothing.
     """
 
     doing: str
@@ -170,6 +171,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     relay: str = ""
     way: str = ""
     unit: str = ""
+    trouble: str = ""
 
 
 class BusyMeter:

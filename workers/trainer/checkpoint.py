@@ -52,7 +52,14 @@ from transport.errors import DirectoryError, MessageError
 from transport.process import faults
 from transport.process.storage import Place, creating
 from transport.tensors.manifest import checksum_of, file_checksum
-from workers.errors import CheckpointError, ModelError, ResumeMismatchError, RunFilesError, TensorFileError
+from workers.errors import (
+    CheckpointError,
+    ModelError,
+    NoCheckpointRoomError,
+    ResumeMismatchError,
+    RunFilesError,
+    TensorFileError,
+)
 from workers.models import MODEL_FILE
 from workers.trainer.placing import placing_in
 
@@ -282,7 +289,7 @@ class CheckpointStore:
         if room:
             if self._rank == 0:
                 self._placing.remove(self._placing.draft(plan.name))
-            raise CheckpointError(self._directory / plan.name, needed_bytes, _of_ranks(room))
+            raise NoCheckpointRoomError(self._directory / plan.name, needed_bytes, _of_ranks(room))
         return Saving(
             plan=plan,
             meta=meta,
@@ -333,6 +340,8 @@ class CheckpointStore:
         """
         target, draft = self._directory / saving.plan.name, self._placing.draft(saving.plan.name)
         try:
+            if unwritten := {rank: part.problem for rank, part in parts.items() if part.problem}:
+                raise NoCheckpointRoomError(target, saving.needed_bytes, _of_ranks(unwritten))
             if problem := self._problem(saving, parts, draft):
                 raise CheckpointError(target, saving.needed_bytes, problem)
             marks = {name: mark for part in parts.values() for name, mark in part.files.items()}
@@ -349,7 +358,7 @@ class CheckpointStore:
             self._placing.remove(draft)
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(target, saving.needed_bytes, str(error)) from error
+            raise NoCheckpointRoomError(target, saving.needed_bytes, str(error)) from error
         faults.point("train.checkpoint_placed")
         self._saved = (saving.meta.epoch, saving.meta.version, target, tensors)
         self._prune()
@@ -357,8 +366,6 @@ class CheckpointStore:
 
     def _problem(self, saving: Saving, parts: Mapping[int, Written], draft: Place) -> str:
         """Why the parts are no checkpoint; "" if they are one."""
-        if problems := {rank: part.problem for rank, part in parts.items() if part.problem}:
-            return _of_ranks(problems)
         if silent := sorted(set(range(saving.num_ranks)) - parts.keys()):
             return f"ranks {silent} have not written their parts in time"
         for rank, part in parts.items():

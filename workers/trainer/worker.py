@@ -157,6 +157,8 @@ class TrainerWorker:
         self._open: tuple[int, int, int] | None = None
         self._checkpoint_due = False
         self._doing = STARTING
+        self._trouble = ""  # why there is no newer checkpoint
+        self._saved_version = 0  # of the newest checkpoint
         self._meter = BusyMeter(clock)
         self._stepped_s = 0.0  # of optimizer steps since the last RoundDone or StepDone
         self._batch = BatchTally(started_s=clock.now_s())
@@ -219,7 +221,13 @@ class TrainerWorker:
 
     def activity(self) -> Activity:
         busy_s = self._meter.busy_s()
-        return Activity(doing=self._doing, busy_s=busy_s, weights=self._weights, counters=dict(self._counters))
+        return Activity(
+            doing=self._doing,
+            busy_s=busy_s,
+            weights=self._weights,
+            counters=dict(self._counters),
+            trouble=self._trouble,
+        )
 
     # -- start
 
@@ -230,6 +238,7 @@ class TrainerWorker:
             await self._in_thread(lambda: self._store.check_shared(self._learner.gather))
         checkpoint = await self._in_thread(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
+        self._saved_version = checkpoint.meta.version if checkpoint else 0
         if self._rank == 0:
             epoch = await self._broker.acquire_epoch(self.role, at_least=known_epoch)
             self._fence = Fence(role=self.role, epoch=epoch)
@@ -478,12 +487,15 @@ class TrainerWorker:
         except CheckpointError as error:
             self._not_saved(error)
             return
+        self._trouble, self._saved_version = "", saving.meta.version
         saved = saved_event(saving, path, stood_s)
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
 
     def _not_saved(self, error: CheckpointError) -> None:
         self._checkpoint_due = True
         log.error("no checkpoint; trying again after the next batch", error=str(error))
+        since = f"since batch {self._saved_version}" if self._saved_version else "yet"
+        self._trouble = f"no checkpoint {since}, tried again after each batch: {error}"
 
     async def _begin_save(self) -> Saving:
         """What is to be written. All ranks call it at the same place. Raises CheckpointError."""

@@ -266,6 +266,8 @@ def _workers(workers: list[Mapping[str, Any]]) -> Iterator[Metric]:
     yield _labelled("streamrl_worker_idle_ratio", "Share of the last 10 s without work.", "worker", idle)
     running = {worker["worker"]: worker["running"] for worker in workers}
     yield _labelled("streamrl_worker_running_samples", "Samples that a worker decodes now.", "worker", running)
+    troubled = {worker["worker"]: 1.0 for worker in workers if worker.get("trouble")}
+    yield _labelled("streamrl_worker_trouble", "1 for a worker that goes on with something wrong.", "worker", troubled)
     yield _by_way(workers)
     for counter, text in WORKER_COUNTERS.items():
         family = CounterMetricFamily(f"streamrl_worker_{counter}", text, labels=["worker"])

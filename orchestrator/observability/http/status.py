@@ -324,6 +324,7 @@ class UsageWindow:
                 "counters": last.counters,
                 "kv_use": last.kv_use,
                 "way": last.way,
+                "trouble": last.trouble,
             }
             if elapsed_s := max(0.0, last.elapsed_s - first.elapsed_s):
                 tokens = last.counters.get("tokens", 0.0) - first.counters.get("tokens", 0.0)

@@ -278,6 +278,7 @@ class SampleSender:
             capacity=self._fits,
             cached_tokens=self._cached_tokens,
             kv_use=self._server.kv_use,
+            trouble=self._server.trouble,
         )
 
     def start(self, group: asyncio.TaskGroup, capacity: int) -> None:

@@ -320,6 +320,8 @@ class ServerUpkeep:
         self.kv_use = 0.0
         self.answers = False
         self.restarts = 0
+        self.trouble = ""
+        """What is wrong while it is brought up again, for people."""
         self._held: HeldWeights | None = None
         self._served = ""  # the label that it gives to tokens
         self._num_orders = 0
@@ -428,7 +430,10 @@ class ServerUpkeep:
         """Bring up another one, because this one is lost. Raises as ``bring_up``."""
         log.error("server lost, starting it again" if self.process else "server lost, waiting for it", reason=reason)
         self.restarts += 1
+        then, why = "it is started again" if self.process else "it is waited for", reason.partition("\n")[0]
+        self.trouble = f"its {self._kind.name} server is lost ({why}); {then}"
         await self.bring_up()
+        self.trouble = ""
 
     async def pass_on(self, held: HeldWeights) -> None:
         """Have the server take ``held``, which it holds from now on. Raises as ServerClient.update, and then it has to

@@ -26,8 +26,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from transport.contracts.settings import LoraSettings
 from transport.process import faults
+from transport.process.files import is_no_room
 from transport.process.storage import Place
-from workers.errors import CheckpointError, ModelError, TensorFileError
+from workers.errors import CheckpointError, ModelError, NoCheckpointRoomError, TensorFileError
 from workers.models import INDEX_FILE, MODEL_FILE
 from workers.trainer.checkpoint import META_FILE, CheckpointMeta, model_files, shard_name
 from workers.trainer.policy import lora as lora_layers
@@ -113,10 +114,14 @@ class Exporter:
             shutil.rmtree(target, ignore_errors=True)
             faults.point("train.model_removed")
             aside.rename(target)
-        except (OSError, TensorFileError, ModelError) as error:
+        except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            elements = sum(map(math.prod, weights.shapes.values()))
-            raise CheckpointError(target, elements * getattr(torch, named).itemsize, str(error)) from error
+            nbytes = sum(map(math.prod, weights.shapes.values())) * getattr(torch, named).itemsize
+            if is_no_room(error):
+                raise NoCheckpointRoomError(target, nbytes, str(error)) from error
+            if isinstance(error, OSError | TensorFileError | ModelError):
+                raise CheckpointError(target, nbytes, str(error)) from error
+            raise
 
 
 class MergedWeights:

@@ -52,6 +52,7 @@ export function problemsOf(status) {
     const text = `${worker.worker_id} stands aside since ${duration(worker.aside_s)}: it cannot load the newest weights (${worker.load_problem}); it is asked again`;
     found.push({ key: `aside ${worker.worker_id}`, level: "warn", brief: `${worker.worker_id} stands aside`, text });
   }
+  for (const { worker, trouble } of (status.workers || []).filter((one) => one.trouble)) found.push({ key: `trouble ${worker}`, level: "warn", brief: `trouble of ${worker}`, text: `${worker}: ${trouble}` });
   if (queues.dead) found.push({ key: "dead", level: "bad", brief: plural(queues.dead, "dead letter"), text: `Given up: ${given_up || plural(queues.dead, "unit")} (streamrl-orchestrator inspect, retry, drop)` });
   if (num_lost) found.push(losses(status, lost, num_lost));
   for (const text of status.damaged_checkpoints || []) found.push({ key: text, level: "warn", brief: "damaged checkpoint", text: `Damaged checkpoint, the run goes on from version ${status.went_back_to || 0}: ${text}` });
