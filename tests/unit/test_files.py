@@ -163,10 +163,9 @@ def test_a_run_directory_below_a_file_is_named(tmp_path: Path):
 )
 def test_a_full_disk_is_known_whatever_library_says_so(error: Exception, full: bool):
     assert is_no_room(error) is full
-    try:
-        raise ValueError("a library's own") from error
-    except ValueError as wrapped:
-        assert is_no_room(wrapped) is full
+    wrapped = ValueError("a library's own")
+    wrapped.__cause__ = error
+    assert is_no_room(wrapped) is full
 
 
 def test_a_checkpoint_without_room_has_the_exit_code_of_a_full_disk():
