@@ -103,7 +103,7 @@ def _free(answer: str) -> bool:
 
 
 def _with_unit(answer: str) -> bool:
-    return is_formula(answer) and answer[-1:].isdigit() and "_" not in answer
+    return is_formula(answer) and answer[-1:].isdigit() and "_" not in answer and ":" not in answer
 
 
 def _listed(answer: str) -> str | None:

@@ -57,7 +57,7 @@ def test_a_gym_task_is_scored_by_its_own_verifier(
         ("6 * 12 = <<6*12=72>>72\n#### 72", "Answer: $72", 1.0),
         ("1,080", "Answer: 1080", 1.0),
         ("72", "Answer: 71", 0.1),
-        ("72", "Answer: seventy-two", 0.0),
+        ("72", "Answer: seventy-two", 1.0),
         ("72", "Answer: 72 apples", 1.0),
         ("72", "Answer: nan", 0.0),
         ("\\frac{1}{2}", "Answer: $\\frac{2}{4}$", 1.0),

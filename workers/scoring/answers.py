@@ -17,8 +17,8 @@ import unicodedata
 MAX_ROUNDS = 32
 """Wrappers within wrappers that are taken off an answer; real answers have at most five."""
 
-DECORATION = "*` \u2713\u2714\u2705"
-"""Emphasis and check marks at either end of an answer."""
+DECORATION = "*` \u2713\u2714\u2705\u25a0\u25a1\u220e"
+"""Emphasis, check marks and marks of the end of a proof, at either end of an answer."""
 QUOTES = "'\"\u2018\u2019\u201c\u201d\u00ab\u00bb"
 STOPS = ".;,\u3002\uff0e"
 """Punctuation that ends a sentence or a clause."""
@@ -38,8 +38,16 @@ _COLOURED = re.compile(r"\\(?:text)?color\s*\{\s*\w+\s*\}\s*")
 _SIZES = re.compile(
     r"\\(?:displaystyle|textstyle|tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|it|rm|quad|qquad)(?![A-Za-z])"
 )
-_TAGGED = re.compile(r"<([A-Za-z][\w-]*)>(.*)</\1>", re.DOTALL)
-_BLANKS = re.compile(r"^(?:\s|~|\\[,;:!]|\\ )+|(?:\s|~|\\[,;:!]|\\(?= |$))+$")
+_TAGGED = re.compile(
+    r"<(answer|ans|final|final[_-]?answer|result|solution|output|response|value|number|math|b|i|u|em|strong|span|p|code"
+    r"|div|mark|pre)>(.*)</\1>",
+    re.DOTALL | re.IGNORECASE,
+)
+"""Tags that change nothing of what they enclose; ``<not>`` and ``<wrong>`` do."""
+_EMPHASIS = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*]+)(?<=\S)\*\*(?![\w*])")
+_PROOF_END = re.compile(r"\s*\$?\\(?:(?:black)?square|qed)\$?$")
+_BLANKS_BEFORE = re.compile(r"^(?:\s|~|\\[,;:!]|\\ )+")
+_BLANKS_BEHIND = re.compile(r"(?:\s|~|\\[,;:!]|\\(?= |$))+$")
 """Spaces of text and of LaTeX at either end."""
 _LANGUAGE = re.compile(r"```[a-z]*\n")
 
@@ -70,7 +78,9 @@ def extract_answer(response: str, marker: str, *, lines: int = 1) -> str | None:
     if not places:
         return None
     begin, end = places[-1]
-    rest = response[end:].lstrip(" \t*:=\r\n")
+    rest = _BEHIND_MARKER.sub("", response[end:], count=1)
+    if rest.startswith("}") and "{" in response[:begin][-20:]:  # the marker has a style of its own
+        rest = rest[1:].lstrip("\\ ")
     line = "\n".join(rest.split("\n", lines)[:lines])
     if response[:begin][-1:] in tuple(QUOTES):  # the asked form is quoted as a whole
         line = line.rstrip().rstrip(STOPS).rstrip(QUOTES)
@@ -80,31 +90,51 @@ def extract_answer(response: str, marker: str, *, lines: int = 1) -> str | None:
             if closed:
                 line = opening + inside + closed + behind.partition("\n")[0]
             break
+    surplus = line.count("}") - line.count("{")
+    if surplus > 0 and line.rstrip().endswith("}" * surplus):  # of a wrapper that the marker is within
+        line = line.rstrip()[:-surplus]
     answer = unwrap(line)
     if (boxed := last_box(answer)) is not None:
         answer = unwrap(boxed)
     return (answer if lines > 1 else " ".join(answer.split())) or None
 
 
+_BEHIND_MARKER = re.compile(r"^[*_]*(?:[ \t:=\r\n](?<!=(?=>))|\*+(?=\s)|[=-]+>)*")
+"""Emphasis of the marker, spaces and arrows between it and the answer."""
+
+
 def _marker_pattern(marker: str) -> str:
     """``marker``, whose colon may be a wide one and may stand behind emphasis: ``**Answer**:``."""
+    denied = r"(?<!\bwrong )(?<!\bincorrect )(?<!\bfalse )(?<!\bnot the )(?<!\bnot an )"
     if not marker.endswith(":"):
-        return re.escape(marker)
-    return re.escape(marker[:-1]) + r"[*_]{0,3} ?[:\uff1a]"
+        return denied + re.escape(marker)
+    return denied + re.escape(marker[:-1]) + r"[*_]{0,3} ?[:\uff1a]"
 
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
+_TOUCHES_BEFORE = re.compile(r"(?:(?<![\w)}])-|[\d.,]*\d)\Z")
+_TOUCHES_BEHIND = re.compile(r"[.,]?\d[\d.,]*|\^\S+|/\d+")
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last ``\\boxed{...}`` that is in no other one; None without one whose braces are balanced."""
-    content, position = None, 0
+    """The content of the last ``\\boxed{...}`` that is in no other one; None without one whose braces are balanced.
+
+    Digits, a minus and a power that touch the box belong to the answer: ``\\boxed{42}43`` is ``42 43``.
+    """
+    content, start, position = None, 0, 0
     while (found := _BOX.search(text, position)) is not None:
         end = closing_brace(text, found.end() - 1)
         if end is None:
             break
-        content, position = text[found.end() : end], end
-    return content
+        content, start, position = text[found.end() : end], found.start(), end + 1
+    if content is None:
+        return None
+    before = _TOUCHES_BEFORE.search(text[max(0, start - 40) : start])
+    behind = _TOUCHES_BEHIND.match(text, position)
+    if before is None and behind is None:
+        return content
+    left, right = before[0] if before else "", behind[0].rstrip(".,") if behind else ""
+    return f"{left}{' ' if left[-1:].isdigit() else ''}{content}{' ' if right[:1].isdigit() else ''}{right}"
 
 
 def closing_brace(text: str, opened: int) -> int | None:
@@ -128,7 +158,10 @@ def unwrap(text: str) -> str:
 
 
 def _unwrap_once(text: str) -> str:
-    text = _BLANKS.sub("", text)
+    text = _BLANKS_BEFORE.sub("", text.strip())
+    text = text[:-200] + _BLANKS_BEHIND.sub("", text[-200:])  # of all of a long text, it takes the square of its length
+    text = _EMPHASIS.sub(r"\1", text) if "**" in text else text
+    text = text[:-20] + _PROOF_END.sub("", text[-20:])
     if fenced := _LANGUAGE.match(text):
         text = "```" + text[fenced.end() :]
     for opening, closing in PAIRS:
@@ -160,6 +193,7 @@ _SIGNS = {
     **{"\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u22c5": "\\cdot ", "\u00f7": "/", "\u2044": "/", "\u2215": "/"},
     **{"\u2264": "\\leq ", "\u2265": "\\geq ", "\u2260": "\\neq ", "\u221e": "\\infty ", "\u222a": "\\cup "},
     **{"\u2229": "\\cap ", "\u2208": "\\in ", "\u2205": "\\emptyset ", "\u00b1": "\\pm ", "\u03c0": "\\pi "},
+    **{"\u2245": "\\cong ", "\u2236": ":", "\u211d": "\\mathbb{R}", "\u27e8": "\\langle ", "\u27e9": "\\rangle "},
     **{"\u2248": "\\approx ", "\u221a": "\\sqrt ", "\u2220": "\\angle ", "\u2211": "\\sum ", "\u03b8": "\\theta "},
     **{"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2032": "'", "\u00ba": "\u00b0"},
 }
@@ -172,9 +206,11 @@ _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _SYNONYMS = {
     **{"le": "leq", "ge": "geq", "ne": "neq", "leqslant": "leq", "geqslant": "geq", "lt": "<", "gt": ">"},
     **{
-        "dfrac": "frac",
-        "tfrac": "frac",
-        "cfrac": "frac",
+        **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac"), "frac"),
+        **dict.fromkeys(("dbinom", "tbinom"), "binom"),
+        "bigcup": "cup",
+        "div": "/",
+        "lor": "vee",
         "rightarrow": "to",
         "varnothing": "emptyset",
         "land": "wedge",
@@ -185,18 +221,23 @@ _SYNONYMS = {
 }
 """LaTeX command -> the one that it is read as; a sign stands for itself."""
 _SILENT = re.compile(
-    r"\\(?:left|right|bigl|bigr|Bigl|Bigr|big|Big|bigg|Bigg|displaystyle|limits|nolimits|middle)(?![A-Za-z])"
+    r"\\(?:left|right)\.|\\(?:left|right|bigl|bigr|Bigl|Bigr|big|Big|bigg|Bigg|displaystyle|limits|nolimits|middle)(?![A-Za-z])"
     r"|\\[!]|\\phantom\s*\{?-?\}?"
 )
 _SPACES = re.compile(r"\\(?:[,;:> ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|hspace\{[^{}]*\})|~")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-_CIRCLE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
+_CIRCLE = re.compile(r"(?<=\d)\^\{?o\}?(?![A-Za-z])|\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
 _FRACTION = re.compile(r"\\frac\s*(\{|\d|[A-Za-z]|\\[A-Za-z]+)")
 _ROOT = re.compile(r"\\sqrt\s*(\d|[A-Za-z](?![A-Za-z]))")
 _WORDS = re.compile(
     r"(?<![\\A-Za-z])(sqrt|pi|infinity|infty|theta|alpha|beta|sin|cos|tan|sec|csc|cot|ln|log|exp|arcsin|arccos|arctan)"
     r"(?![A-Za-z])"
 )
+_OHM = re.compile(r"(?<=\d)\s*\\Omega(?![A-Za-z])")
+_REPEATED = re.compile(r"(?<=\.)\\dot\s*\{?(\d)\}?")
+_OVER = re.compile(r"\{([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)\}|^([^{}=]*)\\(over|choose)(?![A-Za-z])([^{}=]*)$")
+_CASES = re.compile(r"\\begin\{cases\}(.*?)\\end\{cases\}", re.DOTALL)
+_ROW_SPACE = re.compile(r"\\\\\s*\[\d*\.?\d+\s*[a-z]{2}\]|\\cr(?![A-Za-z])")
 _BRACED_INDEX = re.compile(r"([\^_])\s*\{\s*(\w)\s*\}")
 _MATRIX = re.compile(r"\{(?:bmatrix|Bmatrix|array|smallmatrix|matrix)\}(?:\{[lcr|]+\})?")
 _NEW_ROW = "\x00"
@@ -209,7 +250,9 @@ def plain(text: str) -> str:
 
     ``\\dfrac12 \\text{ cm}²`` becomes ``\\frac{1}{2} cm ^2``; a comma that LaTeX hides (``{,}``) becomes a comma.
     """
-    text = _signs(text).replace("\\\\", _NEW_ROW)
+    text = _ROW_SPACE.sub(lambda found: "\\\\", _signs(text)).replace("{:}", ":").replace("\\\\", _NEW_ROW)
+    text = _CASES.sub(lambda found: found[1].strip(f" {_NEW_ROW}").replace(_NEW_ROW, ", "), text)
+    text = _OVER.sub(_braced_over, text)
     for _ in range(MAX_ROUNDS):
         found = _STYLED.search(text)
         end = closing_brace(text, found.end() - 1) if found else None
@@ -219,6 +262,7 @@ def plain(text: str) -> str:
     text = _SIZES.sub(" ", _COLOURED.sub("", text))
     text = text.replace("{,}", ",").replace(",\\!", ",")
     text = _SPACES.sub(" ", _SILENT.sub("", text)).replace("\\$", "$").replace("\\%", "%").replace("\\ ", " ")
+    text = _OHM.sub(" ohm", _REPEATED.sub(r"\\overline{\1}", text.replace("!=", "\\neq ").replace("+/-", "\\pm ")))
     text = _CIRCLE.sub("\u00b0", text)
     text = _COMMAND.sub(_synonym, text)
     text = _WORDS.sub(lambda found: "\\" + {"infinity": "infty"}.get(found[1], found[1]), text)
@@ -236,7 +280,8 @@ def _signs(text: str) -> str:
     text = _LOWERED.sub(lambda found: "_" + "".join(map(_SUBSCRIPTS.__getitem__, found[0])), text)
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
     text = text.translate({ord(sign): ascii_sign for sign, ascii_sign in _SIGNS.items()})
-    text = unicodedata.normalize("NFKC", text) if not text.isascii() else text
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text).translate({ord(sign): one for sign, one in _SIGNS.items()})
     digits = (str(unicodedata.digit(one)) if one.isdigit() and not one.isascii() else one for one in text)
     return text if text.isascii() else "".join(digits).replace("\u2044", "/").replace("\u2212", "-")
 
@@ -250,6 +295,11 @@ def _synonym(found: re.Match[str]) -> str:
     if name is None:
         return found[0]
     return f"\\{name}" if name.isalpha() else name
+
+
+def _braced_over(found: re.Match[str]) -> str:
+    over, command, under = found.groups()[:3] if found[2] else found.groups()[3:]
+    return f"\\{'frac' if command == 'over' else 'binom'}{{{over.strip()}}}{{{under.strip()}}}"
 
 
 def _braced_fractions(text: str) -> str:

@@ -1,7 +1,8 @@
 """Whether what a response answers is the right answer: one comparison for text, numbers, lists and mathematics.
 
     right, said ─► plain ─► equal as text
-                      └───► numbers   exactly, with units and percent (quantities.py)
+                      └───► numbers   exactly, with units and percent; times, ratios, bases (quantities.py)
+                      └───► regions   intervals, relations and set builders in one form (regions.py)
                       └───► lists     item by item, in order where order matters      (0,1) != [0,1], {1,2} = 2, 1
                       └───► mathematics   by math-verify, within bounds of size
 
@@ -26,13 +27,19 @@ from workers.scoring.answers import plain, unwrap
 from workers.scoring.quantities import (
     MULTIPLES,
     NO_UNIT,
+    NUMBER_WORDS,
+    UNIT_OF,
     Quantity,
+    in_base,
+    in_digits,
     read_quantity,
     rounds_to,
+    same_colons,
     same_quantity,
     split_unit,
     units_agree,
 )
+from workers.scoring.regions import same_region
 
 MAX_CHARACTERS = 2000
 """Length of an answer that is compared as more than text; the longest right answer of MATH has 230."""
@@ -51,10 +58,10 @@ def same_answer(right: str, said: str) -> bool:
         return True
     if len(right) > MAX_CHARACTERS or len(said) > MAX_CHARACTERS:
         return False
-    wanted = _APPROXIMATELY.sub("", plain(right))
+    wanted = _APPROXIMATELY.sub("", _unmarked(plain(right)))
     if not _UNIT_COMMANDS.search(right):
         wanted = _VARIABLE.sub(r"\1*\2", wanted)
-    return any(_equal(wanted, candidate) for candidate in _candidates(plain(said)))
+    return any(_equal(*_in_one_case(wanted, candidate)) for candidate in _candidates(plain(said)))
 
 
 _UNIT_COMMANDS = re.compile(r"\\(?:text|mathrm|mbox|textrm|rm)(?![A-Za-z])")
@@ -63,26 +70,76 @@ _VARIABLE = re.compile(r"^(-?(?:[\d.,]+|\\frac\{\d+\}\{\d+\})) ?([A-Za-z](?:\^\d
 
 
 def _is_choice(right: str, said: str) -> bool:
-    """Whether ``said`` chooses the letter ``right`` among answers: ``(B) 42``, ``option B``."""
-    if re.fullmatch(r"[A-J]", right) is None or len(said) > MAX_CHARACTERS:
+    """Whether ``said`` chooses what ``right`` is: a letter among answers (``(B) 42``, ``option B``), or yes or no."""
+    if len(said) > MAX_CHARACTERS:
         return False
-    text = plain(said)
-    found = re.match(r"(?:(?:option|choice|answer)\s+)?\(?([A-Ja-j])(?:[).:]+(?P<rest>\s.*|$)|$)", text, re.IGNORECASE)
-    others = re.search(r"\b[A-J]\b", found["rest"] or "") if found else None
-    return found is not None and found[1].upper() == right and not others and not _HEDGES.search(found["rest"] or "")
+    text = _INTRODUCED.sub("", plain(said))
+    if (verdict := re.fullmatch(r"(yes|no|true|false)", plain(right), re.IGNORECASE)) is not None:
+        found = re.match(rf"{verdict[1]}\b(?:[,.!;:]|\s+(?:because|since|as)\b)(?P<rest>.*)", text, re.IGNORECASE)
+        return found is not None and not _TURNS[verdict[1].lower()].search(found["rest"])
+    letter = re.fullmatch(r"([A-J])|\(([A-J])\)", plain(right))
+    if letter is None:
+        return False
+    wanted = letter[1] or letter[2]
+    if (found := _CALLED_RIGHT.fullmatch(text)) is not None:
+        return found[1] == wanted
+    if (found := _CHOSEN.fullmatch(text)) is None:
+        return False
+    rest = found["rest"] or ""
+    chosen = next(filter(None, found.groups()[:3]))
+    return chosen.upper() == wanted and not re.search(r"\b[A-J]\b", rest) and not _HEDGES.search(rest)
+
+
+_CALLED_RIGHT = re.compile(r"\(?([A-J])\)? is (?:the )?(?:correct|right)(?: (?:answer|option|choice))?")
+_CHOSEN = re.compile(
+    r"(?:(?:option|choice|answer)\s+)?(?:([A-J])\)?|(?:\(([A-J])\)[.:]?|([A-J])[).:]+(?=\s))(?P<rest>\s.*)?)",
+    re.IGNORECASE,
+)
+_INTRODUCED = re.compile(
+    r"^(?:(?:therefore|thus|so|hence|finally|=>|(?:the )?(?:final )?answer:|both"
+    r"|(?:the )?(?:point|pair|interval|set|vector)(?= [(\[\\{])"
+    r"|(?:(?:it's|it is) )?(?:on|at|a|an|the|it's)"
+    r"(?= (?!(?:and|or|is|are|not|but|least|most)\b)(?:[A-Za-z]{3}|\d+(?:st|nd|rd|th)))"
+    r"),?:?\s+)+",
+    re.IGNORECASE,
+)
+"""What may stand before an answer without a verb."""
+_TURNS = {
+    **dict.fromkeys(("yes", "true"), re.compile(r"\b(?:no|not|never|but|maybe|false)\b|n't\b", re.IGNORECASE)),
+    **dict.fromkeys(("no", "false"), re.compile(r"\b(?:yes|but|maybe|true)\b", re.IGNORECASE)),
+}
+"""Words that take a yes or a no back."""
 
 
 def reads_as_number(text: str) -> bool:
-    """Whether an unwrapped answer is one number, with or without a unit, a name or a sentence around it."""
-    if len(text) > MAX_CHARACTERS:
+    """Whether an unwrapped answer is one number: alone, or with a unit, a name, a computation or a sentence."""
+    return len(text) <= MAX_CHARACTERS and any(
+        _is_number(part) for candidate in _candidates(plain(text)) for part in _values(candidate)
+    )
+
+
+def asks_for_number(right: str) -> bool:
+    """Likewise for a right answer, which is no equation (``x^2 + y^2 = 25``) and no number of a variable (``3 n``)."""
+    if not reads_as_number(right) or (_VARIABLE.match(plain(right)) and not _UNIT_COMMANDS.search(right)):
         return False
-    for candidate in _candidates(plain(text)):
-        sides = _sides(candidate)
-        bare = sides[1] if sides is not None and _names(sides[0]) else candidate
-        within = _brackets(bare)[1]
-        if read_quantity(bare) is not None or (within != bare and read_quantity(within) is not None):
-            return True
-    return False
+    return all(_is_number(part) or _names(part) for part in _values(plain(right))) or "=" not in right
+
+
+def _values(text: str) -> list[str]:
+    """The parts of a chain of equations; of alternatives that are all equal, the first."""
+    found = _items(text)
+    if (
+        found is not None
+        and found.alternatives
+        and _one_value(found.items)
+        and all(_equal(found.items[0], item) for item in found.items)
+    ):
+        return [found.items[0]]
+    return (_parts_of_chain(text) if _sides(text) is not None else []) or [_without_member(text)]
+
+
+def _is_number(text: str) -> bool:
+    return read_quantity(text) is not None or read_quantity(_brackets(text)[1]) is not None
 
 
 def _equal(right: str, said: str) -> bool:
@@ -92,23 +149,62 @@ def _equal(right: str, said: str) -> bool:
     one, other = read_quantity(right), read_quantity(said)
     if one is not None and other is not None:
         return same_quantity(one, other)
+    if (same := same_region(right, said, _equal)) is not None:
+        return same
     if _plus_minus(right) or _plus_minus(said):
         right, said = _plus_minus(right) or right, _plus_minus(said) or said
-    if (equal := _same_sides(right, said)) is not None:
-        return equal
+    if (same := _same_sides(right, said)) is not None:
+        return same
+    for special in (same_colons(right, said), _same_bases(right, said), _same_emptiness(right, said)):
+        if special is not None:
+            return special
     wanted, given = _items(right), _items(said)
+    if wanted is None and other is not None:
+        given = None  # 1,024 is a number beside 2^10
     if wanted is not None and given is not None:
+        if one is not None and len(given.items) > 1:
+            return False  # 1,600 is no point
         return _same_items(wanted, given)
     for many, single in ((wanted, said), (given, right)):
         if many is not None and len(many.items) == 1:
             return _equal(many.items[0], single) if many is wanted else _equal(single, many.items[0])
+    if given is not None and given.alternatives and not given.opening:
+        return _one_value(given.items) and all(_equal(right, item) for item in given.items)
     if wanted is not None or given is not None:
         return _compares_relations(right, said) and _same_mathematics(right, said)
     body, unit = split_unit(right)
     said_body, said_unit = split_unit(said)
-    if (unit or said_unit) and (body, said_body) != (right, said):
-        return units_agree(unit, said_unit) and _equal(body, said_body)
+    if (unit or said_unit) and (body, said_body) != (right, said) and units_agree(unit, said_unit):
+        return _equal(body, said_body) or _same_mathematics(right, said)
     return "\\infty" not in right + said and _same_mathematics(right, said)
+
+
+def _one_value(items: Sequence[str]) -> bool:
+    """Whether alternatives may be one value in several forms (``1/2 or 0.5``). Two decimal fractions that differ are
+    guesses, however near they are.
+    """
+    numbers = [read_quantity(item) for item in items]
+    decimals = {number.value for number in numbers if number is not None and number.decimals is not None}
+    return len(decimals) <= 1 and not any(re.search(r"\}\s*\d", item) for item in items)
+
+
+def _same_bases(right: str, said: str) -> bool | None:
+    """Equality where the right number has a base; None elsewhere. The base may be left out."""
+    if (wanted := in_base(right)) is None:
+        return None
+    given = in_base(said)
+    return given == wanted if given is not None else said.strip().lower() == wanted[0]
+
+
+_EMPTY = re.compile(
+    r"\\emptyset|\\?\{ *\\?\}|(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?",
+    re.IGNORECASE,
+)
+
+
+def _same_emptiness(right: str, said: str) -> bool | None:
+    empty = [_EMPTY.fullmatch(text) is not None for text in (right, said)]
+    return all(empty) if any(empty) else None
 
 
 _CAPITALS = re.compile(r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z])")
@@ -120,8 +216,29 @@ def _letters(text: str) -> str:
     It stays as it is where it has a letter in both cases (``R-r``).
     """
     text = _CAPITALS.sub(r"\\capital-\1", re.sub(r"\s+", "", text))
-    letters = set(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text))
-    return text if any(one.swapcase() in letters for one in letters) else text.casefold()
+    return text if _in_both_cases(text) else text.casefold()
+
+
+def _in_both_cases(text: str) -> list[str]:
+    """Capitals among the letters of mathematics that stand beside their small letters: ``R`` of ``R-r``."""
+    runs = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{1,3}(?![A-Za-z])", text)
+    letters = {one for run in runs for one in run if len(run) == 1 or re.search(r"[\d\\^+*/=-]", text)}
+    return sorted(one for one in letters if one.isupper() and one.lower() in letters)
+
+
+def _in_one_case(right: str, said: str) -> tuple[str, str]:
+    """Both texts with another small letter for each capital that stands beside its own one: math-verify reads ``R`` as
+    ``r``.
+    """
+    both = right + said
+    free = [one for one in "qzwjhgkvuypfbcalmnorstx" if one not in both.lower()]
+    for capital in sorted({*_in_both_cases(right), *_in_both_cases(said)}):
+        if not free:
+            break
+        other = free.pop(0)
+        pattern = re.compile(rf"(?<!\\)(?<!\\[A-Za-z]){capital}(?![a-z]{{3}})")
+        right, said = pattern.sub(other, right), pattern.sub(other, said)
+    return right, said
 
 
 def _is_not_finite(text: str) -> bool:
@@ -176,12 +293,19 @@ def _bits_of_atom(tokens: Sequence[str], position: int, depth: int) -> tuple[flo
 # --- sentences --------------------------------------------------------------------------------------------------------
 
 _HEDGES = re.compile(
-    r"\b(?:or|either|neither|nor|not|no|never|cannot|between|maybe|perhaps|possibly|if|unless|except|versus|vs|incorrect"
-    r"|wrong|false|instead|rather|minus|negative|plus|times|more|less|fewer|greater|least|most|above|below|under|over)\b"
+    r"\b(?:or|either|neither|nor|not|no|never|cannot|maybe|perhaps|possibly|if|unless|except|versus|vs"
+    r"|between(?! (?:them|the|both|these|those)\b)"
+    r"|instead|rather|minus|negative|plus|times|more|less|fewer|greater|(?<!the )least|(?<!the )most|above|below|under"
+    r"|over|opposite|lie|lies|trap|myth|nobody|no one|none|something|as many as|fails? to"
+    r"|suppose|assum(?:e|ing)|whether|imagine|used to)\b"
+    r"|\b(?:common|typical|usual|frequent|easy|careless) (?:\w+ )?errors?\b"
+    r"|\b(?:wrong|incorrect|false|untru|mistak|doubt|den(?:y|ied)|refus|distract|mislead|reject|impossib|invalid"
+    r"|guess|tempt|ignor|unlikely|exclu)\w*"
+    r"|\b(?:some|many|most|others|people|someone|students?)\b.*\b(?:say|said|claim|think|thought|believ|answer|write|wrote)\w*"
     r"|n't\b|n\u2019t\b",
     re.IGNORECASE,
 )
-"""Words that make one number of a sentence something else than its answer."""
+"""Words that make one number of a sentence something else than its answer, and phrases that deny it."""
 _LEADING = re.compile(
     r"^(?P<lead>[^\d\\$]{1,160}?(?:\b(?:is|are|was|were|be|equals?|equal to|gives?|get|obtain|:)))\s+(?P<rest>\S.*)$"
 )
@@ -197,23 +321,74 @@ _APPROXIMATELY = re.compile(
 _ALONE = re.compile(r"(?<![\w.\\^])(?<![A-Za-z]-)[-+]?[$€£]?\d+(?:[.,]\d+)*(?:/\d+)?(?![\w/^])%?")
 
 
+_AMOUNT_OF = re.compile(
+    r"\b(?:total|sum|amount|answer|value|result|average|profit|loss|cost|price|area|perimeter|length|volume|distance|speed"
+    r"|rate|age|score|balance|income|difference|product|maximum|minimum|solution)\s+of\s*$",
+    re.IGNORECASE,
+)
+"""What a number is the amount of; the factor of a number is another one."""
+_CHANGED_BEHIND = re.compile(
+    r"^\s*(?:and\b|(?:is|was)\b(?! (?:the|what|how|our|my)\b)|(?:does|seems|looks)\b|[A-Za-z]+(?:wards?|fold)\b"
+    r"|[A-Za-z]{2,}ed(?=\W*$|\s+(?:by|to|from|with|in)\b))",
+    re.IGNORECASE,
+)
+"""Words directly behind a number that make another one of it: ``and``, ``tripled``, ``upwards``."""
+_SHORT_WORDS = frozenset(
+    (
+        *(
+            "a",
+            "i",
+            "am",
+            "an",
+            "as",
+            "at",
+            "be",
+            "by",
+            "do",
+            "go",
+            "he",
+            "if",
+            "in",
+            "is",
+            "it",
+            "me",
+            "my",
+            "no",
+            "of",
+        ),
+        *("oh", "on", "or", "so", "to", "up", "us", "we", "mr", "ms", "dr", "sq", "cu", "s", "t", "re", "ll"),
+    )
+)
+"""English words of one and two letters; any other is a product of variables."""
+
+
 def _candidates(said: str) -> Iterator[str]:
     """What an answer may be of a text: all of it, what its sentence says, its only number. Each of them is one answer:
     a list of guesses stays a list of guesses.
     """
-    text = _APPROXIMATELY.sub("", said)
+    yield from _readings(said)
+    if (unmarked := _unmarked(said)) != said:
+        yield from _readings(unmarked)
+
+
+def _unmarked(text: str) -> str:
+    """``text`` without the marks of mathematics and emphasis around its parts."""
+    return _MARKED.sub(lambda found: next(filter(None, found.groups())).strip(), text)
+
+
+def _readings(said: str) -> Iterator[str]:
+    text = _APPROXIMATELY.sub("", _INTRODUCED.sub("", said))
     yield text
     if text != said:
         yield said
-    exact, about, rounded = text.partition("\\approx")
-    if about and read_quantity(rounded) is not None:
-        yield exact.strip()
+    yield from _rewritten(text)
     for pattern in (_BEFORE, _LEADING):
         stripped = text
         while (found := pattern.match(stripped)) is not None and not _HEDGES.search(found.groupdict().get("lead", "")):
             stripped = _APPROXIMATELY.sub("", unwrap(found["rest"]))
         if stripped != text:
             yield stripped
+            yield from _rewritten(stripped)
             text = stripped
     marked = {next(filter(None, found.groups())) for found in _MARKED.finditer(text)}
     outside = _MARKED.sub(" ", text)
@@ -231,8 +406,42 @@ def _candidates(said: str) -> Iterator[str]:
         return
     number = numbers.pop()
     before, _, after = text.partition(number)
-    if not _changes(before) and not _changes(after, allowed=_BEHIND):
+    if not _changes(before) and not _changes(after, allowed=_BEHIND) and not _CHANGED_BEHIND.match(after):
         yield number
+
+
+def _rewritten(text: str) -> Iterator[str]:
+    """``text`` in digits, and one of two equal values that it gives: ``\\sqrt{2} \\approx 1.414``, ``five (5)``."""
+    if (digits := in_digits(text)) and read_quantity(digits) is not None:
+        yield digits
+    exact, about, rounded = (part.strip() for part in text.partition("\\approx"))
+    if about and (number := read_quantity(rounded)) is not None and _is_about(exact, number):
+        yield exact
+    if (twice := _TWICE.fullmatch(text)) is not None:
+        one, other = (in_digits(part) or part for part in twice.groups())
+        if _equal(one, other):
+            yield one
+    if (point := _POINT.fullmatch(text)) is not None:
+        yield point[1]
+
+
+_TWICE = re.compile(r"(.{1,200}?)\s+\((?:or |approximately |about |= ?|\\approx ?)?([^()]{1,200})\)")
+_POINT = re.compile(r"[A-Z] ?(\([^()]+,[^()]+\))")
+"""A point with its name: ``A(1, 2)``."""
+
+
+def _is_about(exact: str, rounded: Quantity) -> bool:
+    """Whether a number may be what ``exact`` is rounded to: it differs by less than one in its last digit."""
+    exact = exact.rpartition("=")[2].strip()
+    if (number := read_quantity(exact)) is not None:
+        value = number.value
+    else:
+        parsed = _parsed(exact) if _is_mathematics(exact) and _bounded(exact) else ()
+        found = _value(parsed[0]) if parsed else None
+        if found is None or not (found.is_Float or found.is_Rational):
+            return False
+        value = Fraction(str(found))
+    return abs(value - rounded.value) < Fraction(1, 10 ** (rounded.decimals or 0))
 
 
 def _changes(words: str, allowed: frozenset[str] = frozenset()) -> bool:
@@ -241,10 +450,14 @@ def _changes(words: str, allowed: frozenset[str] = frozenset()) -> bool:
     found |= {word.removesuffix("s") for word in found}
     counted = any(word.endswith(("ths", "teen", "ty")) or "-" in word for word in words.split())
     hedged = any(one[0].lower() not in allowed for one in _HEDGES.finditer(words))
-    return counted or hedged or bool(found & (NO_UNIT - _IN_SENTENCES | _CHANGES | MULTIPLES))
+    of_it = re.search(r"\b(?:of|point)\s*$", words) and not _AMOUNT_OF.search(words)
+    short = {word for word in re.findall(r"(?<![a-z'])[a-z]{1,2}(?![a-z])", words.lower())}
+    if counted or hedged or of_it or "?" in words or short - _SHORT_WORDS - UNIT_OF.keys():
+        return True
+    return bool(found & (NO_UNIT - _IN_SENTENCES | _CHANGES | MULTIPLES | NUMBER_WORDS))
 
 
-_SPELLED = re.compile(r"\s*\([a-z -]+\)$")
+_SPELLED = re.compile(r"\s*\([a-z]{3}[a-z -]*\)$")
 """Words in brackets behind an answer: its unit, or itself in words."""
 _BEHIND = frozenset(("to", "than", "from", "by", "over", "under", "least", "most"))
 """Words that change the number behind them, and not the one before."""
@@ -254,25 +467,11 @@ _IN_SENTENCES = frozenset(
 """Words of NO_UNIT that change no number of a sentence."""
 _CHANGES = frozenset(
     (
-        *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "first"),
-        *(
-            "second",
-            "point",
-            "triple",
-            "thrice",
-            "cube",
-            "inverse",
-            "opposite",
-            "reciprocal",
-            "successor",
-            "log",
-            "logs",
-        ),
-        *("predecessor", "multiple", "divisible", "congruent", "reverse", "beyond", "within", "exceeds", "exceeding"),
-        *("unlike", "excluding", "hardly", "nearly", "almost", "anything", "different", "differs", "far", "close"),
-        *("other", "isnt", "arent", "dont", "cant", "wont", "add", "added", "subtract", "multiplied", "raised", "up"),
-        *("increased", "decreased", "before", "after", "binary", "base", "doubled", "halved", "negated", "reversed"),
-        *("doubt", "untrue", "mistake", "lie", "unequal", "halves", "thirds", "quarters", "fifths", "tenths"),
+        *("first", "second", "triple", "thrice", "cube", "inverse", "reciprocal", "successor", "log", "logs"),
+        *("predecessor", "multiple", "divisible", "congruent", "reverse", "within", "exceeds", "exceeding"),
+        *("unlike", "hardly", "nearly", "almost", "anything", "different", "differs", "far", "close", "past"),
+        *("other", "isnt", "arent", "dont", "cant", "wont", "add", "added", "subtract", "up", "toward", "towards"),
+        *("before", "after", "unequal", "until", "negation", "against", "near", "beneath"),
     )
 )
 """Further words that make another number of the one in their sentence, or deny it."""
@@ -281,7 +480,7 @@ _CHANGES = frozenset(
 # --- equations, plus and minus ----------------------------------------------------------------------------------------
 
 _EQUATION = re.compile(r"^(?P<left>[^=<>]*[^=<>\s!:])\s*=\s*(?P<right>[^=<>]+)$")
-_MEMBER = re.compile(r"^(?P<left>[A-Za-z](?:_\w)?)\s*\\in\s*(?P<right>.+)$")
+_MEMBER = re.compile(r"^(?P<left>[A-Za-z](?:_\w)?|\([A-Za-z](?:, ?[A-Za-z])+\))\s*\\in\s*(?P<right>.+)$")
 
 
 def _same_sides(right: str, said: str) -> bool | None:
@@ -290,47 +489,67 @@ def _same_sides(right: str, said: str) -> bool | None:
     if wanted is None and given is None:
         return None
     if wanted is not None and given is not None:
-        if _letters(wanted[0]) == _letters(given[0]):
-            return _equal(wanted[1], given[1])
+        for name, value in (given, given[::-1]):
+            if _letters(wanted[0]) == _letters(name):
+                return _equal(wanted[1], value)
         return _same_mathematics(right, said)
     if given is not None:
-        return _names(given[0]) and _equal(right, given[1])
+        parts = _parts_of_chain(said) or list(given)
+        values = [part for part in parts if not _names(part)] or parts[-1:]
+        return all(_equal(right, value) for value in values)
     assert wanted is not None
     return _is_name(wanted[0]) and _equal(wanted[1], said)
+
+
+def _parts_of_chain(text: str) -> list[str]:
+    """What stands between the signs of equality of ``text``; empty without one."""
+    cuts = _top_level(text, "=")
+    pieces = [text[a + 1 : b].strip() for a, b in pairwise([-1, *cuts, len(text)])]
+    return pieces if cuts and all(pieces) else []
 
 
 def _sides(text: str) -> tuple[str, str] | None:
     """(left, right) of an equation or a membership that is no list of several; of a chain, its first and last."""
     if _top_level(text, ",;") or len(_split(text, _AND)) > 1:
         return None
-    parts = text.split("=")
-    if len(parts) > 2 and not any(one in text for one in "<>"):
-        text = f"{parts[0]}={parts[-1]}"
-    found = _EQUATION.match(text) or _MEMBER.match(text)
+    if not re.search(r"[<>!:]", text) and (parts := _parts_of_chain(text)):
+        return parts[0], parts[-1]
+    found = (_EQUATION.match(text) if _top_level(text, "=") else None) or _MEMBER.match(text)
     return (found["left"].strip(), found["right"].strip()) if found else None
 
 
-_NAME = re.compile(r"(?:\\(?!sqrt|frac)[A-Za-z]+\s*)?(?:[A-Za-z][A-Za-z' ]*)?(?:_\{?\w+\}?)?(?:\([\w, \\]+\))?")
-
-
-def _is_name(text: str) -> bool:
-    """Whether the left side of an equation only names its right side: ``x``, ``f(2)``, ``\\angle ABC``, words."""
-    return bool(text) and _NAME.fullmatch(text) is not None and not _HEDGES.search(text)
+_ARGUMENTS = re.compile(r"(?<=[A-Za-z}'])\s?(?:\([^()]*\)|\[[^\[\]]*\])")
+_INDEX = re.compile(r"_(?:\{[^{}]*\}|\\[A-Za-z]+|\w)|\^(?:\{(?:-1|\\?\*|\\prime)\}|-1|\*|T(?![A-Za-z]))|'+(?![A-Za-z])")
+_NO_NAME = re.compile(
+    r"^-|[\d^!<>%$,;:?&]|\\(?:sqrt|log|ln|exp|pi|infty|sum|prod|i*int|lim|pm|begin|in|to|approx)(?![A-Za-z])"
+)
+_POINT_NAME = re.compile(r"\([A-Za-z](?:_\w)?(?:, ?[A-Za-z](?:_\w)?)+\)")
 
 
 def _names(text: str) -> bool:
-    """Likewise for sums and products of names (``m + n``), and for a computation with numbers alone (``6 * 7``)."""
-    terms = [term.strip() for term in re.split(r"[+*/-]|\\cdot|\\times", text)]
-    if all(_is_name(term) for term in terms):
+    """Whether the side of an equation names what the other side is: ``x``, ``f(2)``, ``|AB|``, ``m + n``, words.
+
+    ``x^2``, ``2x`` and ``x + 1`` do not: the other side is no value of what was asked for.
+    """
+    if _POINT_NAME.fullmatch(text):
         return True
-    return len(terms) > 1 and not re.search(r"[A-Za-z\\^]", re.sub(r"\\(?:cdot|times|frac)", "", text))
+    text = _INDEX.sub("", text)
+    for _ in range(3):
+        text = _INDEX.sub("", _ARGUMENTS.sub("", text))
+    return re.search(r"[A-Za-z]", text) is not None and not _NO_NAME.search(text) and not _HEDGES.search(text)
+
+
+def _is_name(text: str) -> bool:
+    """Likewise for the left side of a right answer, where a sum or a product is more than a name."""
+    return _names(text) and not re.search(r"[+*/-]|\\(?:cdot|times|frac)", text)
 
 
 def _plus_minus(text: str) -> str:
-    """``a \\pm b`` as the list of both, "" for text without a single one."""
+    """``a \\pm b`` as the two alternatives, "" for text without a single one."""
     if text.count("\\pm") != 1 or _top_level(text, ",;"):
         return ""
-    return f"{text.replace(chr(92) + 'pm', '+')}, {text.replace(chr(92) + 'pm', '-')}"
+    plus = re.sub(r"(^|=)\s*\\pm", r"\1", text).replace("\\pm", "+")
+    return f"{plus} or {text.replace(chr(92) + 'pm', '-')}"
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
@@ -338,16 +557,33 @@ def _plus_minus(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Items:
-    """opening, closing: brackets around all of it, "" without.  union: its items are parts of one set."""
+    """opening, closing: brackets around all of it, "" without.  union: its items are parts of one set.
+    alternatives: ``or`` joins them, or they all are values of one variable.  names: the left sides of the items, "" for
+    an item without one.
+    """
 
     items: tuple[str, ...]
     opening: str = ""
     closing: str = ""
     union: bool = False
+    alternatives: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def ordered(self) -> bool:
         return self.opening not in ("", "\\{", "{") and not self.union
+
+    @property
+    def named(self) -> bool:
+        """Whether its items are values of several variables."""
+        return all(self.names) and len(set(self.names)) > 1
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The values of several variables in the order of their names; of words, in theirs."""
+        sides = [(name, item.partition("=")[2].strip()) for name, item in zip(self.names, self.items, strict=True)]
+        short = all(len(re.sub(r"_\{?\w+\}?|\\", "", name)) == 1 for name in self.names)
+        return tuple(value for _, value in (sorted(sides, key=lambda side: side[0]) if short else sides))
 
     @property
     def is_interval(self) -> bool:
@@ -359,7 +595,8 @@ class _Items:
 
 _OPENINGS = {"\\{": "\\}", "\\langle": "\\rangle", "(": ")", "[": "]", "{": "}"}
 _PIECES = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
-_AND = re.compile(r",?\s+(?:and|or|\\text\{\s*(?:and|or)\s*\}|\\quad|\\wedge|\\vee)\s+")
+_AND = re.compile(r",?\s+(?:and|or|&|\\quad|\\wedge|\\vee)\s+|\\vee(?![A-Za-z])\s*")
+_OR = re.compile(r"(?:^|\s)or\s|\\vee(?![A-Za-z])")
 
 
 def _top_level(text: str, marks: str) -> list[int]:
@@ -392,7 +629,13 @@ def _items(text: str) -> _Items | None:
     items = [_stripped_and(item) for item in items if item]
     if not items or len(items) > MAX_ITEMS or (len(items) == 1 and not opening):
         return None
-    return _Items(items=tuple(items), opening=opening, closing=closing)
+    sides = [_sides(item) if "=" in item else None for item in items]
+    names = tuple(side[0] if side is not None and _names(side[0]) else "" for side in sides)
+    of_one = (
+        len(items) > 1 and bool(names[0]) and not _POINT_NAME.fullmatch(names[0]) and set(names[1:]) <= {names[0], ""}
+    )
+    either = any(_OR.search(piece) and len(_split(piece, _AND)) > 1 for piece in pieces)
+    return _Items(items=tuple(items), opening=opening, closing=closing, alternatives=either or of_one, names=names)
 
 
 def _without_member(text: str) -> str:
@@ -416,7 +659,8 @@ def _brackets(text: str) -> tuple[str, str, str]:
         if depth == 0:
             if index != len(pieces) - 1:
                 return "", text, ""
-            return pieces[0], "".join(pieces[1:-1]).strip(), pieces[-1]
+            opening, closing = ("(", ")") if pieces[0] == "\\langle" else (pieces[0], pieces[-1])
+            return opening, "".join(pieces[1:-1]).strip(), closing
     return "", text, ""
 
 
@@ -435,20 +679,33 @@ def _depth(text: str) -> int:
 def _same_items(right: _Items, said: _Items) -> bool:
     if right.union != said.union or len(right.items) != len(said.items):
         return False
+    if any(one.alternatives and other.ordered for one, other in ((right, said), (said, right))):
+        return False  # (1, 2) is a point or an interval, "1 or 2" are two values
+    if (right.named or said.named) and right.alternatives != said.alternatives:
+        return False
+    for named, other in ((right, said), (said, right)):
+        if named.named and not any(other.names):
+            pairs = zip(named.values, other.items, strict=True)
+            return all(_equal(*(pair if named is right else pair[::-1])) for pair in pairs)
     if right.is_interval or said.is_interval:
         if (right.opening, right.closing) != (said.opening, said.closing):
             return False
     elif right.opening and said.opening and right.opening != said.opening and len(right.items) == 2:
         return False  # (0, 1), [0, 1] and {0, 1} are a point or two intervals and a set
     if right.ordered:
-        return all(_equal(one, other) for one, other in zip(right.items, said.items, strict=True))
+        return all(_same_item(one, other) for one, other in zip(right.items, said.items, strict=True))
     left = list(said.items)
     for item in right.items:
-        match = next((one for one in left if _equal(item, one)), None)
+        match = next((one for one in left if _same_item(item, one)), None)
         if match is None:
             return False
         left.remove(match)
     return True
+
+
+def _same_item(right: str, said: str) -> bool:
+    """Equality of two items of a list, where a set of one element is not that element."""
+    return right.startswith("\\{") == said.startswith("\\{") and _equal(right, said)
 
 
 # --- mathematics ------------------------------------------------------------------------------------------------------
@@ -486,8 +743,8 @@ def _bounded(text: str) -> bool:
 def _same_mathematics(right: str, said: str) -> bool:
     if not (_is_mathematics(right) and _is_mathematics(said) and _bounded(right) and _bounded(said)):
         return False
-    if set(_CAPITALS.findall(right)) != set(_CAPITALS.findall(said)):
-        return False  # math-verify reads long names in lower case
+    if set(_CAPITALS.findall(right)) != set(_CAPITALS.findall(said)) or _ignored(right) != _ignored(said):
+        return False
     wanted, given = _parsed(right), _parsed(said)
     if not wanted or not given:
         return False
@@ -502,6 +759,11 @@ def _same_mathematics(right: str, said: str) -> bool:
     if (one is None) != (other is None) and not (_symbols(endless) or hasattr(endless, "rhs")):
         return False  # a number and what has no finite value
     return _verified(wanted, given)
+
+
+def _ignored(text: str) -> list[str]:
+    """Signs that math-verify leaves out: primes, and all that are not of ASCII."""
+    return sorted(one for one in text if one == "'" or not (one.isascii() or one == "\u00b0"))
 
 
 def _symbols(expression: Any) -> bool:
@@ -557,7 +819,14 @@ def _verified(wanted: Sequence[Any], given: Sequence[Any]) -> bool:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> tuple[Any, ...]:
+    text = re.sub(r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln", text)
+    if _ANGLE_FUNCTION.search(text):
+        text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
     return tuple(_parser()(text))
+
+
+_ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
+_DEGREES = re.compile(r"(?<![\d.])\(?(\d+(?:\.\d+)?)\s*\u00b0\)?")
 
 
 def load_mathematics() -> None:
@@ -567,8 +836,12 @@ def load_mathematics() -> None:
 
 @lru_cache(maxsize=1)
 def _parser() -> Callable[[str], Sequence[Any]]:
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that we keep time ourselves
-    latex = [LatexExtractionConfig()]  # its other reader hands text to sympy's parser, which evaluates it
+    spelled = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    latex = [
+        LatexExtractionConfig(normalization_config=spelled)
+    ]  # its other reader hands text to sympy's parser, which evaluates it
     return lambda text: parse(f"${text.replace('$', '')}$", latex, fallback_mode="no_fallback", parsing_timeout=0)

@@ -41,7 +41,7 @@ from transport.contracts.types import Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.answers import find_answer
 from workers.scoring.child import frame, own_streams, read_frame
-from workers.scoring.equality import load_mathematics, reads_as_number, same_answer
+from workers.scoring.equality import asks_for_number, load_mathematics, reads_as_number, same_answer
 from workers.scoring.graders import OUR_GRADERS, Entry, Grade, bounded, forbid_code_from_text
 from workers.scoring.jail import confine
 from workers.scoring.user_reward import Reward, UserReward
@@ -231,7 +231,7 @@ def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade], compared: Colle
             with _cpu_limit(GRADE_CPU_S):
                 # a number where a number is asked for, or "Answer: <result>" would pay
                 well_formed = answer is not None and (
-                    reads_as_number(answer) or not spellings or not reads_as_number(spellings[0])
+                    reads_as_number(answer) or not spellings or not asks_for_number(spellings[0])
                 )
                 right = answer is not None and well_formed and grade(answer, entry)
         except (*UNREADABLE, _OutOfTimeError):
