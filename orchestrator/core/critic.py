@@ -10,7 +10,7 @@ critic that was replaced, changes nothing.
 
 from __future__ import annotations
 
-from orchestrator.core import training
+from orchestrator.core import fleet, training
 from orchestrator.core.model.outbox import parse_entry_id
 from orchestrator.core.model.pipeline import Checkpoint, Pipeline, note_checkpoint
 from transport.contracts.messages import CheckpointSaved, CriticReported, StepDone, TrainerReady, damage_of
@@ -24,7 +24,7 @@ def reported(p: Pipeline, event: CriticReported) -> None:
     report = event.report
     match report:
         case TrainerReady():
-            p.fleet.others[event.worker_id] = WorkerKind.CRITIC
+            fleet.note_other(p, event.worker_id, WorkerKind.CRITIC)
             if report.weights.epoch > p.critic.epoch:
                 _restart(p, report)
         case StepDone():

@@ -126,13 +126,20 @@ def _give_up(p: Pipeline, worker: Worker, problem: str) -> None:
 def joined(p: Pipeline, report: WorkerJoined) -> None:
     fleet = p.fleet
     if report.kind is not WorkerKind.GENERATE:
-        fleet.others[report.worker_id] = report.kind
+        note_other(p, report.worker_id, report.kind)
     elif report.worker_id not in fleet.workers:
         capacity = max(1, report.capacity)
         fleet.workers[report.worker_id] = Worker(worker_id=report.worker_id, capacity=capacity, loaded=report.weights)
         fleet.loads_pending = True
         if p.elastic.lost_s.pop(_name(report.worker_id), None) is None and p.elastic.asked_s:
             p.elastic.asked_s.pop(0)
+
+
+def note_other(p: Pipeline, worker_id: WorkerId, kind: WorkerKind) -> None:
+    """A worker that does not generate is there, and no one of its name is missing."""
+    fleet = p.fleet
+    fleet.others[worker_id] = kind
+    fleet.missing = {one: of for one, of in fleet.missing.items() if _name(one) != _name(worker_id)}
 
 
 def reported(p: Pipeline, life: Lifecycle, report: WorkerReported) -> None:
@@ -147,7 +154,9 @@ def reported(p: Pipeline, life: Lifecycle, report: WorkerReported) -> None:
 
 
 def lost(p: Pipeline, life: Lifecycle, report: WorkerLost) -> None:
-    p.fleet.others.pop(report.worker_id, None)
+    kind = p.fleet.others.pop(report.worker_id, None)
+    if kind is not None and not report.left:
+        p.fleet.missing[report.worker_id] = kind
     worker = p.fleet.workers.get(report.worker_id)
     if worker is None:
         return

@@ -356,7 +356,7 @@ def trainer_ready(p: Pipeline, report: TrainerReady, train: TrainLane, evaluatio
     It does so after a broker came back that may have lost its reports.
     """
     weights = report.weights
-    p.fleet.others[report.worker_id] = WorkerKind.TRAIN
+    fleet.note_other(p, report.worker_id, WorkerKind.TRAIN)
     if weights.epoch > p.lineage.epoch:
         _restart(p, report, train, evaluation)
     elif weights.epoch == p.lineage.epoch and p.training.trained_version < weights.version <= p.training.batch:

@@ -417,7 +417,8 @@ def _trainer_to_come(p: Pipeline) -> Wait | None:
 
 def _trainer(p: Pipeline) -> Wait | None:
     training = p.training
-    owner = _names(_others(p, WorkerKind.TRAIN))
+    lost = [f"{one}, which is lost" for one, kind in p.fleet.missing.items() if kind is WorkerKind.TRAIN]
+    owner = _names(lost or _others(p, WorkerKind.TRAIN))  # the ranks that are there wait for that one
     if training.rounds:
         first, more = next(iter(training.rounds)), len(training.rounds) - 1
         behind = f" and {more} more" if more else ""

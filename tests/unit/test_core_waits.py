@@ -142,6 +142,12 @@ def test_the_trainer_is_silent():
     world.generate("0/1")
     world.score()
     assert said(world) == ("training", "round 0.0 and 1 more to be trained", TRAINER)
+    other = WorkerId("train-1.1")
+    world.tell(WorkerJoined(worker_id=other, kind=WorkerKind.TRAIN))
+    world.tell(WorkerLost(worker_id=other, reason="no sign of life"))
+    assert said(world)[2] == "train-1.1, which is lost", "the ranks that are there wait for it"
+    world.tell(WorkerJoined(worker_id=WorkerId("train-1.2"), kind=WorkerKind.TRAIN))
+    assert said(world)[2] == f"{TRAINER}, train-1.2"
     world.train()
     world.train()
     assert said(world) == ("training", "the step of batch 1", TRAINER)

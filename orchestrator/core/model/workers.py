@@ -125,7 +125,8 @@ def with_room(workers: Iterable[Worker], num_samples: int, group_size: int) -> l
 class Fleet(msgspec.Struct, kw_only=True):
     """All workers, the newest weights, and which worker is the next to load them.
 
-    workers: generation workers in order of joining.  others: scoring workers and the trainer.
+    workers: generation workers in order of joining.  others: scoring workers and the trainer.  missing: those of
+    ``others`` that were lost, and whose place nobody has taken yet.
     next_to_load: where workers load one after another.
     loads_pending: some worker may have to be sent to load; where none has, no event looks at every worker.
     pin: weights that an open evaluation needs in service.  pin_wanted: some of its problems wait for a worker.
@@ -133,6 +134,7 @@ class Fleet(msgspec.Struct, kw_only=True):
 
     workers: dict[WorkerId, Worker] = msgspec.field(default_factory=dict[WorkerId, Worker])
     others: dict[WorkerId, WorkerKind] = msgspec.field(default_factory=dict[WorkerId, WorkerKind])
+    missing: dict[WorkerId, WorkerKind] = msgspec.field(default_factory=dict[WorkerId, WorkerKind])
     newest: WeightIdentity | None = None
     next_to_load: WorkerId = NO_WORKER
     loads_pending: bool = True
