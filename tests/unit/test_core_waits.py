@@ -148,6 +148,7 @@ def test_the_trainer_is_silent():
     assert said(world)[2] == "train-1.1, which is lost", "the ranks that are there wait for it"
     world.tell(WorkerJoined(worker_id=WorkerId("train-1.2"), kind=WorkerKind.TRAIN))
     assert said(world)[2] == f"{TRAINER}, train-1.2"
+    world.tell(WorkerLost(worker_id=WorkerId("train-1.2"), reason="asked to", left=True))
     world.train()
     world.train()
     assert said(world) == ("training", "the step of batch 1", TRAINER)
