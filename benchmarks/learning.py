@@ -176,7 +176,7 @@ def settings_of(kind: Kind, work: Path, more: Sequence[str]) -> list[str]:
 
 
 def _common() -> list[str]:
-    return [f"run.batches={BATCHES}", f"eval.problems={HELD_OUT}", "eval.every=0"]
+    return [f"run.batches={BATCHES}", f"eval.problems={HELD_OUT}", "eval.every=0", "eval.ends=false"]
 
 
 def recorded(kind: Kind, more: Sequence[str]) -> list[str]:
