@@ -201,7 +201,7 @@ class ServiceApi:
                 asked = await asyncio.to_thread(_decode, await request.body(), Generate)
                 name = asked.id or secrets.token_hex(8)
                 if NAME.fullmatch(name) is None:
-                    reason = "id must be 1 to 64 letters, digits, - _ . beginning with a letter or digit"
+                    reason = "id must be 1 to 64 letters (a-z, A-Z), digits, - _ . beginning with a letter or digit"
                     raise RefusedError(400, reason)
                 sampling = sampling_of(asked, self._settings.sampling)
                 self._service.check_room(name, len(asked.prompts))

@@ -38,7 +38,7 @@ Name = Annotated[
     str,
     Meta(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z",
-        description="1 to 64 letters, digits, - _ . beginning with a letter or digit",
+        description="1 to 64 letters (a-z, A-Z), digits, - _ . beginning with a letter or digit",
     ),
 ]
 Directory = Annotated[str, Meta(pattern=r"^.+\Z", description="a directory")]
