@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -54,6 +55,7 @@ class RunConsole:
         self._noted: set[str] = set()
         self._warned = Repeats()
         self._troubles: Mapping[str, str] = {}
+        self._said_failed: Counter[str] = Counter()  # digits of the number that was said last
         self._waits_for_broker = False
         self._status: Mapping[str, Any] = {}
 
@@ -68,6 +70,8 @@ class RunConsole:
                     version = status.get("went_back_to", 0)
                     where = f"version {version}" if version else "the base model, for want of a whole checkpoint"
                     self._note_once(text, f"damaged checkpoint, going on from {where}: {text}")
+                for of, failed in status.get("failed", {}).items():
+                    self._show_failed(of, failed["count"], failed["last"])
                 for text in status.get("remarks", ()):
                     self._note_once(text, f"note: {text}")
                 self._show_troubles({one["worker"]: one.get("trouble", "") for one in status.get("workers", ())})
@@ -94,6 +98,15 @@ class RunConsole:
                 for warning in warnings_of(line, self._settings.algorithm.mismatch_limit):
                     if said := self._warned.said(warning):
                         self._view.note(f"warning: {said}")
+
+    def _show_failed(self, of: str, count: int, last: str) -> None:
+        """Say the first failed attempt, and then at ten times as many."""
+        if count >= 10 ** self._said_failed[of]:
+            self._said_failed[of] = len(str(count))
+            attempts = "1 attempt" if count == 1 else f"{count} attempts"
+            self._view.note(
+                f"{attempts} at {of} failed and {'is' if count == 1 else 'are'} made again, the last one: {last}"
+            )
 
     def _show_troubles(self, troubles: Mapping[str, str]) -> None:
         """Say what is wrong with a worker that goes on, once each time, and when it is over.

@@ -150,3 +150,20 @@ async def test_what_is_wrong_with_a_worker_that_goes_on_is_said_once_and_when_it
         "generate-0.1: that is over",
         "generate-0.1: no checkpoint yet",
     ]
+
+
+async def test_attempts_that_fail_are_said_at_first_and_at_ten_times_as_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    console = RunConsole(Settings(), RunDir(tmp_path), PlainView())
+    for count in (1, 3, 12, 40):
+        status = json.loads(status_with())
+        status["failed"] = {"samples": {"count": count, "last": "step took too long"}}
+        await broker.put_meta(keys.STATUS, json.dumps(status).encode())
+        await console.show(broker)
+    said = [line for line in capsys.readouterr().out.splitlines() if "at samples" in line]
+    assert said == [
+        "1 attempt at samples failed and is made again, the last one: step took too long",
+        "12 attempts at samples failed and are made again, the last one: step took too long",
+    ]

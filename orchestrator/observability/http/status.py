@@ -40,6 +40,7 @@ gpus                 of the machine that `run` started the processes on: [{numbe
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
 last_evaluation      numbers of the newest evaluation, as in metrics.jsonl
+failed               attempts that failed since the orchestrator started: {samples or scores: {count, last (why)}}
 remarks              what a user should know of the prompts: [sentence]
 warnings             what is wrong with that batch, and loggers that were left out: [sentence]
 num_lost, lost       workers that were lost since the orchestrator started, and the newest of them, oldest first:
@@ -99,8 +100,10 @@ from transport.contracts.messages import (
     Event,
     GroupScored,
     JournalRecord,
+    RolloutFailed,
     RolloutFinished,
     RoundDone,
+    ScoringFailed,
     StepDone,
     TrainerReady,
     WeightsLoaded,
@@ -140,12 +143,17 @@ class StatusBoard:
         self.remarks: tuple[str, ...] = ()
         """What a user should know of the run's prompts, a sentence each."""
         self.num_lost = 0
+        self.failed: dict[str, dict[str, Any]] = {}
+        """"samples" (an engine's, or an environment's) and "scores": attempts that failed, why the last one did."""
         self.lost: deque[dict[str, Any]] = deque(maxlen=MAX_LOST)
 
     def observe(self, event: Event, now_s: float) -> None:
         if isinstance(event, WorkerLost) and not event.left:
             self.num_lost += 1
             self.lost.append({"worker": event.worker_id, "reason": event.reason, "at_s": round(now_s, 1)})
+        elif isinstance(event, RolloutFailed | ScoringFailed):
+            of = "samples" if isinstance(event, RolloutFailed) else "scores"
+            self.failed[of] = {"count": self.failed.get(of, {"count": 0})["count"] + 1, "last": event.reason}
 
     def put(self, status: dict[str, Any]) -> None:
         self.latest = status
@@ -230,6 +238,7 @@ async def publish_status(
                 *_warnings(view["full_precision"], metrics.last_line, mismatch_limit),
             ],
             "remarks": board.remarks,
+            "failed": board.failed,
             "num_lost": board.num_lost,
             "lost": list(board.lost),
             "given_up": given_up,

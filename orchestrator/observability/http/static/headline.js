@@ -53,6 +53,7 @@ export function problemsOf(status) {
     found.push({ key: `aside ${worker.worker_id}`, level: "warn", brief: `${worker.worker_id} stands aside`, text });
   }
   for (const { worker, trouble } of (status.workers || []).filter((one) => one.trouble)) found.push({ key: `trouble ${worker}`, level: "warn", brief: `trouble of ${worker}`, text: `${worker}: ${trouble}` });
+  for (const [of, { count, last }] of Object.entries(status.failed || {})) found.push({ key: `failed ${of}`, level: "calm", brief: "", text: `${plural(count, "attempt")} at ${of} failed and ${count === 1 ? "is" : "are"} made again, the last one: ${last}` });
   if (queues.dead) found.push({ key: "dead", level: "bad", brief: plural(queues.dead, "dead letter"), text: `Given up: ${given_up || plural(queues.dead, "unit")} (streamrl-orchestrator inspect, retry, drop)` });
   if (num_lost) found.push(losses(status, lost, num_lost));
   for (const text of status.damaged_checkpoints || []) found.push({ key: text, level: "warn", brief: "damaged checkpoint", text: `Damaged checkpoint, the run goes on from version ${status.went_back_to || 0}: ${text}` });
