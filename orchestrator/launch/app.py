@@ -110,7 +110,7 @@ from transport.contracts.messages import (
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, RunName, WorkerId, WorkerKind
 from transport.contracts.user_files import identify_model
-from transport.errors import TransientError, first_error
+from transport.errors import StreamError, TransientError, first_error
 from transport.process import faults
 from transport.process.clock import Clock, MonotonicClock
 from transport.process.http import run_key, serve_http
@@ -237,13 +237,26 @@ async def _alone_with_name(
                     alone=True,
                 )
                 grown = _growing(serving, settings, claim, rundir, model_dir, resume=resume) if grows else serving()
-                if not await grown:
+                if not await _while_there(rundir, grown):
                     raise _interrupted()
         console.write_report()
         view.note(console.summary(time.monotonic() - started_s))
         return True
     finally:
         sweep_stale(*segment_directories(rundir.path))  # of workers on this machine that were killed
+
+
+async def _while_there(rundir: RunDir, work: Coroutine[Any, Any, bool]) -> bool:
+    """``work``. Raises DirectoryError as soon as the run's directory is gone; ``work`` is cancelled then."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(rundir.watch(), name="directory")
+            result = await work
+            watch.cancel()
+        return result
+    except (StreamError, OSError, BaseExceptionGroup):
+        rundir.check_there()
+        raise
 
 
 async def _growing(

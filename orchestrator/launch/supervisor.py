@@ -147,8 +147,12 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
         try:
             await supervisor.run()
         except StreamError as error:
+            rundir.check_there()
             if supervisor.leaves_nothing(error):
                 rundir.discard()  # nothing was trained here: the corrected command may use the name again
+            raise
+        except (OSError, BaseExceptionGroup):
+            rundir.check_there()
             raise
     finally:
         ignore_ending_signals()  # the end is under way, and its exit code says how the run went
@@ -392,6 +396,7 @@ class Supervisor:
                     others.append(group.create_task(self._watch_pending(broker), name="pending"))
                 others.append(group.create_task(self._watch(broker), name="watch"))
                 others.append(group.create_task(self._watch_reach(broker), name="reach"))
+                others.append(group.create_task(self._rundir.watch(), name="directory"))
                 liveness = Liveness(broker, self._children, MonotonicClock(), self._settings.liveness)
                 others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
 
