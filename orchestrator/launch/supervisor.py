@@ -54,7 +54,7 @@ from orchestrator.launch.checks import (
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
 from orchestrator.launch.growth import REPORT_S, STOP_GRACE_S, add_workers, report_loss, tell_pending
-from orchestrator.launch.launchers.base import ProcessSpec
+from orchestrator.launch.launchers.base import Launcher, ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.ownership import holding, take_name
 from orchestrator.launch.processes import Children, Fleet, Liveness, Restarts, names_of, workers_of
@@ -131,6 +131,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     gpus = place_gpus(settings)
     resolved = with_numbers(resolved, gpus)
     settings = resolved.settings
+    launcher = open_launcher(settings, rundir, names_of(settings))
     check_workers_inputs(settings)
     problems = check_inputs(settings)
     await check_loggers(settings.run.loggers)
@@ -143,7 +144,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
         note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
         for remark in (*resolved.forgotten, *remarks(settings, problems), *doubts):
             view.note(f"note: {remark}")
-        supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
+        supervisor = Supervisor(settings, rundir, view, gpus, launcher, resume=resume)
         try:
             await supervisor.run()
         except StreamError as error:
@@ -165,14 +166,21 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
 
 class Supervisor:
     def __init__(
-        self, settings: Settings, rundir: RunDir, view: View, gpus: PlacedGpus | None, *, resume: bool
+        self,
+        settings: Settings,
+        rundir: RunDir,
+        view: View,
+        gpus: PlacedGpus | None,
+        launcher: Launcher,
+        *,
+        resume: bool,
     ) -> None:
         self._settings = settings
         self._rundir = rundir
         self._view = view
         self._gpus = gpus
         self._resume = resume
-        self._launcher = open_launcher(settings, rundir, names_of(settings))
+        self._launcher = launcher
         restarts = settings.liveness.max_restarts
         self._children = Children(rundir.logs, max_restarts=restarts, launcher=self._launcher)
         self._stopping = asyncio.Event()
