@@ -52,7 +52,7 @@ from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.ownership import check_name, current_claim, holding, note_start_id, take_name
 from orchestrator.launch.processes import Children, Fleet, environment_arguments, score_arguments, train_arguments
-from orchestrator.loop.decide import Decider, Trimmer, recover_state
+from orchestrator.loop.decide import Decider, Trimmer, recover_state, take_out_foreign
 from orchestrator.loop.execute import Executor, Issued, Planner
 from orchestrator.loop.intake import (
     Arrival,
@@ -387,6 +387,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     """``serve`` with the right to write: recover, wire, run every loop until the end, flush."""
     journal, recovered = Journal.open(rundir.journal, epoch=fence.epoch)
     state, restated = recover_state(settings, journal, recovered)
+    await take_out_foreign(broker, state)
     if await was_resumed(broker, recovered.cursor):
         restated = [issued for issued in restated if not isinstance(issued[1], FinishRun | SpawnWorkers)]
     clock, inbox, ended = MonotonicClock(origin_s=recovered.now_s), new_inbox(), Ending()
@@ -431,8 +432,17 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
 
     reported = partial(rows_reported, state.pipeline)
     on_events = samples.on_events if service is None else service.on_events
+    safe = recovered.tail[0].cursor if recovered.tail else recovered.cursor
     decider = Decider(
-        state, journal, executor, Trimmer(broker), clock, recovered.cursor, observe=observe, on_events=on_events
+        state,
+        journal,
+        executor,
+        Trimmer(broker, safe),
+        clock,
+        recovered.cursor,
+        observe=observe,
+        on_events=on_events,
+        since_snapshot=len(recovered.tail),
     )
     mismatch_limit = settings.algorithm.mismatch_limit
     model = await asyncio.to_thread(identify_model, model_dir)

@@ -58,10 +58,11 @@ from orchestrator.launch.launchers.base import Launcher, ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.ownership import holding, take_name
 from orchestrator.launch.processes import Children, Fleet, Liveness, Restarts, names_of, workers_of
+from orchestrator.loop.decide import take_out_foreign
 from orchestrator.loop.intake import append_event
 from orchestrator.observability.live import View, open_view
 from orchestrator.observability.loggers import check_loggers, logging_metrics
-from orchestrator.observability.standing import nothing_left, noting_end, read_standing
+from orchestrator.observability.standing import last_state, nothing_left, noting_end, read_standing
 from transport.broker import keys
 from transport.broker.base import Broker, RunClaim, without_password
 from transport.broker.embedded import EmbeddedServer
@@ -223,6 +224,7 @@ class Supervisor:
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
             stack.push_async_callback(self._announce_stop, broker)
             if self._resume and any(self._rundir.journal.glob("snapshot-*")):  # its orchestrator ever began
+                await self._until_stopped(self._take_out_foreign(broker))
                 await self._until_stopped(self._reopen(broker))
             self.started = True
             run_dir = self._rundir.path
@@ -292,6 +294,12 @@ class Supervisor:
             with suppress(TransientError, TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await broker.put_meta(keys.STOPPED, f"by {self._stopped_by}".encode(), ttl_s=STOP_GRACE_S)
+
+    async def _take_out_foreign(self, broker: Broker) -> None:
+        """``take_out_foreign``, before any worker reads. The orchestrator writes anew what is outstanding."""
+        if (state := await asyncio.to_thread(last_state, self._rundir.journal)) is not None:
+            for line in await take_out_foreign(broker, state):
+                self._view.note(line)
 
     async def _reopen(self, broker: Broker) -> None:
         """Undo the end of the run before any worker reads it, and have workers start with the settings of now.
