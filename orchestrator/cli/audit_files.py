@@ -82,9 +82,7 @@ class Recomputed:
         before, event = self._before, record.event
         if before is not None and record.now_s < before.now_s:
             kind = type(event).__name__
-            self.problems.append(
-                f"journal: event {record.seq} ({kind}) is older than the one before it"
-            )
+            self.problems.append(f"journal: event {record.seq} ({kind}) is older than the one before it")
         if before is None or record.cursor != before.cursor:
             self.events[record.cursor] = event
         self._before = record
