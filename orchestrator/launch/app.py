@@ -117,6 +117,7 @@ from transport.process.http import run_key, serve_http
 from transport.process.programs import command, configure_logs, ending_signals, leave_terminal
 from transport.process.secret import secrets_env
 from transport.rows.run_rows import open_rows
+from transport.tensors.base import is_loopback
 from transport.tensors.shm import segment_directories, sweep_stale
 
 log = structlog.get_logger(__name__)
@@ -217,6 +218,10 @@ async def _alone_with_name(
         view.note(f"run {name} in {rundir.path}; workers join with (on another host, with the streamrl-worker there)")
         for line in join_commands(settings):
             view.note(f"  {line}")
+        if is_loopback(settings.tensors.host) and settings.trainer.engine != "none":
+            view.note(
+                "  workers on other hosts need --listen on the trainer, and STREAMRL_SECRET (docs/quickstarts.md)"
+            )
         if settings.api.enabled:  # its key is not for a log that others collect
             look = command("streamrl-orchestrator", "inspect", rundir.path, "--broker", settings.broker.url)
             view.note(f"live page: once it is served, its link is what this prints first:\n  {look}")

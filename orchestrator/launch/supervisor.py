@@ -115,7 +115,11 @@ def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
         if standing.num_batches is not None and batches < standing.trained:
             problem = f"run.batches = {batches} is below the {standing.trained} batches that are trained"
             raise ConfigError(f"{problem}: ask for more of them", key="run.batches")
-    return asyncio.run(_run(resolved, resume=resume, plain=plain))
+    try:
+        return asyncio.run(_run(resolved, resume=resume, plain=plain))
+    except KeyboardInterrupt:  # before there is a handler, which says more
+        kept = "nothing was changed" if resume else "nothing of it is kept"
+        raise Interrupted(f"stopped by Ctrl-C before the run began; {kept}", by=STOPPED_BY[signal.SIGINT]) from None
 
 
 def _run_dir(settings: Settings) -> Path:
