@@ -102,7 +102,7 @@ class Row:
         ]
 
 
-BASE = "streamrl-orchestrator run --config mine.toml --set generation.engine=sglang"
+BASE = ".venv/bin/streamrl-orchestrator run --config mine.toml --set generation.engine=sglang"
 
 
 def fitted(llm: Llm, num_gpus: int, gigabytes: int, lora_rank: int) -> Row | None:

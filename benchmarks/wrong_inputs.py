@@ -799,6 +799,170 @@ def algorithms() -> Iterator[Case]:
     )
 
 
+def second_user() -> Iterator[Case]:
+    """What a demanding new user tried and found unclear, silent or late."""
+    small = "--model Qwen2.5-7B --lengths l.txt"
+    files: Files = {"l.txt": "100\n200\n", "bert.json": json.dumps(_BERT)}
+    yield case(
+        "Slurm where there is none",
+        "o run --preset tiny --launcher slurm --set launcher.address=127.0.0.1",
+        "launcher.kind",
+        "srun",
+        "login node",
+    )
+    yield case(
+        "Kubernetes outside of it",
+        "o run --preset tiny --launcher kubernetes --set launcher.image=i --set tensors.host=0.0.0.0",
+        "launcher.kind",
+        "pod",
+        "--dry-run",
+        environ={"STREAMRL_SECRET": "a-secret-of-this-test-that-is-long"},
+    )
+    yield case(
+        "a logger without a login",
+        "o run --preset tiny --set 'run.loggers=[\"wandb\"]'",
+        "wandb",
+        environ={"WANDB_MODE": "online", "HOME": "/nowhere", "WANDB_API_KEY": ""},
+        loads=True,
+    )
+    yield case(
+        "an environment of two values",
+        f"o run {EMULATED} --set environment.name=env:Pair --set environment.path=.",
+        "env:Pair",
+        "turn",
+        "(observation, done, reward)",
+        files={"env.py": _ENVIRONMENT},
+        loads=True,
+    )
+    yield case("GPUs that generate, and none that train", "o simulate --generate 4xH100", "--train", "colocated")
+    yield case("GPUs that train, and none that generate", "o simulate --train 4xH100", "--generate")
+    yield case(
+        "an adapter wider than its layer",
+        "o run --preset tiny --set trainer.lora.rank=100000",
+        "trainer.lora.rank",
+        loads=True,
+    )
+    yield case(
+        "adapters of no layer",
+        "o run --preset tiny --set trainer.lora.rank=4 --set 'trainer.lora.targets=[\"qproj\"]'",
+        "trainer.lora.targets",
+        "qproj",
+        "q_proj",
+        loads=True,
+    )
+    yield rows(
+        "a role that no template knows",
+        json.dumps({"prompt": [{"role": "usr", "content": "2+2"}], "answer": "4"}) + "\n",
+        "usr",
+        "role",
+        loads=True,
+    )
+    yield case("a resume with another preset", "o run --resume --name done --dir {s}/runs --preset ppo", "--preset")
+    yield case(
+        "a model's config.json",
+        "o run --preset tiny --set model.path={s}/model/config.json",
+        "model.path",
+        "a file",
+        "directory",
+        loads=True,
+    )
+    yield reward(
+        "a file that the jail hides",
+        "def reward(prompt, response, entry):\n    return len(open('/etc/hostname').read())\n",
+        "/etc/hostname",
+        "jail",
+        "scoring.jail",
+    )
+    yield reward(
+        "a network that the jail has not",
+        "import socket\ndef reward(prompt, response, entry):\n    socket.create_connection(('127.0.0.1', 9), 1)\n",
+        "network",
+        "scoring.jail",
+    )
+    yield reward("more memory than a reward may take", "held = bytearray(40 * 2**30)\n", "MemoryError", "4 GiB")
+    yield reward("an import of its own", "import numpyy\n", "numpyy", "mine.py:1", "install it")
+    yield reward(
+        "a column that is not there",
+        "def reward(prompt, response, entry):\n    return entry['target']\n",
+        "KeyError",
+        "mine.py:2",
+        "answer",
+    )
+    yield case(
+        "rows by a pattern of nothing",
+        "o run --preset tiny --set scoring.reward= --set data.source=jsonl --set 'data.path=mine/*.jsonl'",
+        "mine/*.jsonl",
+        "no file",
+    )
+    yield case(
+        "rows at home",
+        "o run --preset tiny --set scoring.reward= --set data.source=jsonl --set 'data.path=~/absent.jsonl'",
+        "absent.jsonl",
+        "No such file",
+    )
+    yield case(
+        "a set with a slash", "o run --preset tiny --set eval.sets.bad/name.samples=2", "bad/name", "letters, digits"
+    )
+    yield case(
+        "a model by its name on the hub",
+        "o plan --model Qwen/Qwen2.5-7B-Instruct --gpus 8xH100 --lengths l.txt",
+        "--model",
+        "did you mean Qwen2.5-7B?",
+        files=files,
+    )
+    yield case("a GPU of nobody's list", f"o plan --gpus 8xRTX4090 {small}", "RTX4090", "--profile", files=files)
+    yield case("a GPU with its memory", f"o plan --gpus 8xH100-80GB {small}", "did you mean H100?", files=files)
+    yield case(
+        "an encoder", "o plan --model bert.json --gpus 8xH100 --lengths l.txt", "bert", "writes no text", files=files
+    )
+    yield case("too few GPUs to train", "o simulate --model Qwen2.5-72B --generate 8xH100 --train 4xH100", "32 H100")
+    yield case(
+        "evaluate no such model",
+        "w evaluate --run-dir {s}/runs/done --model last --reward workers.scoring.rewards:digit_share",
+        "last",
+        "final",
+        "checkpoint",
+        loads=True,
+    )
+    for command in ("checkpoint", "drain"):
+        yield case(f"{command} of a finished run", f"o {command} {{s}}/runs/done", "finished", "run.batches", code=1)
+    yield case("set in a finished run", "o set {s}/runs/done run.batches=9", "finished", "--resume", code=1)
+    yield case(
+        "a broker that is not there",
+        "o run --preset tiny --set broker.url=redis://127.0.0.1:1",
+        "broker.url",
+        "leave it out",
+        code=1,
+    )
+    yield case(
+        "several wrong keys",
+        "o run --preset tiny --config mine.toml",
+        "learning_rate",
+        "batch_size",
+        "grpo",
+        files={"mine.toml": "[trainer]\nlearning_rate = 1\nbatch_size = 2\n[grpo]\nbeta = 1\n"},
+    )
+    yield case(
+        "rolling workers without staleness",
+        "o run --preset tiny --set pipeline.max_staleness=0 "
+        "--set pipeline.update=together --set pipeline.membership=rolling",
+        "pipeline.membership",
+    )
+    yield setting("algorithm.loss=gspoo", "gspo")
+    yield setting("environment.name=calculater", "did you mean calculator?")
+
+
+_BERT: Mapping[str, object] = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 768}
+_ENVIRONMENT = """
+class Pair:
+    def reset(self, prompt, entry):
+        return None
+
+    def step(self, text, tokens):
+        return "said", True
+"""
+
+
 TOPICS: tuple[Callable[[], Iterator[Case]], ...] = (
     commands,
     settings,
@@ -810,5 +974,6 @@ TOPICS: tuple[Callable[[], Iterator[Case]], ...] = (
     machines,
     directories,
     workers,
+    second_user,
 )
 """Each under its name."""

@@ -13,9 +13,13 @@ from pathlib import Path
 if sys.path[0] == os.getcwd() != str(Path(__file__).parents[1]):
     del sys.path[0]
 
-from orchestrator.cli.commands import app
-from orchestrator.errors import exit_code, printable
-from transport.errors import StreamError
+try:
+    from orchestrator.cli.commands import app
+    from orchestrator.errors import exit_code, printable
+    from transport.errors import StreamError
+except KeyboardInterrupt:  # Ctrl-C while this imports
+    print("streamrl-orchestrator: stopped by Ctrl-C before anything began", file=sys.stderr)
+    raise SystemExit(130) from None
 
 
 def main() -> None:

@@ -96,8 +96,8 @@ class ForeignEntryError(RunFailedError):
 
     def __init__(self, stream: str, entry_id: str) -> None:
         super().__init__(
-            f"stream {stream} holds entry {entry_id}, which this run never wrote: keep others away from the broker, "
-            "and take the stream back with XDEL and XSETID before --resume"
+            f"stream {stream} holds entry {entry_id}, which this run never wrote: keep others away from the broker; "
+            "--resume takes it out"
         )
         self.stream = stream
         self.entry_id = entry_id

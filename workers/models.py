@@ -212,6 +212,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def check_model_dir(directory: Path) -> None:
     """Check what every process will need. Raises ModelError naming the first file that is missing or broken."""
+    if directory.is_file():
+        raise ModelError(f"{directory} is a file: name the model's directory, {directory.parent}")
     if not directory.is_dir():
         raise ModelError(f"model directory {directory} does not exist")
     if (directory / "adapter_config.json").is_file():

@@ -17,20 +17,30 @@ Source: DESIGN, delivery ("exactly once" means in the surviving lineage of weigh
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import filterfalse
 from typing import Any
 
+from orchestrator.cli.audit_files import (
+    Recomputed,
+    check_checkpoints,
+    check_events,
+    check_final_model,
+    check_held_out,
+    check_lines,
+    check_samples,
+)
 from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model import outbox
-from orchestrator.journal import is_written
+from orchestrator.journal import is_written, newest_epoch
 from orchestrator.loop.intake import rows_without
 from orchestrator.observability.metrics import read_file
+from orchestrator.observability.samples import SAMPLES, all_samples
 from orchestrator.sim.replay import recorded_commands
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Broker, parse_entry_id
+from transport.broker.base import ZERO_ID, Broker, LogEntry, parse_entry_id
 from transport.contracts.ledger import checkpoints_place, critic_checkpoints_place, newest_checkpoint
 from transport.contracts.messages import (
     CloseMiniBatch,
@@ -42,6 +52,7 @@ from transport.contracts.messages import (
 )
 from transport.contracts.settings import Settings
 from transport.contracts.types import Column, RowId, WeightIdentity, is_evaluation, row_id
+from transport.errors import MessageError
 from transport.process.storage import Place
 from transport.tensors.manifest import file_checksum
 
@@ -74,13 +85,14 @@ class CheckpointRecord:
 class AuditReport:
     """problems: empty when everything trained was trained exactly once.  batches, rows: how much was looked at.
 
-    live: the run goes on, and what it did since is not in here.
+    live: the run goes on, and what it did since is not in here.  notes: what could not be compared.
     """
 
     problems: tuple[str, ...]
     batches: int
     rows: int
     live: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def up_to(log: RoundsLog, cut: str) -> RoundsLog:
@@ -285,16 +297,23 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
     """Read the records of ``rundir`` and compare them in the order that the head of this file explains."""
     finished = await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
     live = not finished and (is_written(rundir.journal) or is_written(rundir.path))  # between two orchestrators, too
-    checkpoint = _newest_checkpoint(checkpoints_place(settings, rundir.path))
-    critic = _newest_checkpoint(critic_checkpoints_place(settings, rundir.path)) if settings.has_critic else None
+    places = {"": checkpoints_place(settings, rundir.path)}
+    places |= {"the critic's ": critic_checkpoints_place(settings, rundir.path)} if settings.has_critic else {}
+    checkpoint = _newest_checkpoint(places[""])
+    critic = _newest_checkpoint(places["the critic's "]) if settings.has_critic else None
     cursors = [one.cursor for one in (checkpoint, critic) if one is not None]
     cut = max(await broker.last_id(keys.ROUNDS), ZERO_ID, *cursors, key=parse_entry_id)
     held: list[tuple[str, TrainerCommand]] = []
-    while entries := await broker.read(keys.ROUNDS, held[-1][0] if held else ZERO_ID, count=READ_COUNT):
-        held += [(entry.entry_id, trainer_command_decoder.decode(entry.entry.payload)) for entry in entries]
+    unread: list[str] = []
+    async for entry in _entries(broker, keys.ROUNDS):
+        try:
+            held.append((entry.entry_id, trainer_command_decoder.decode(entry.entry.payload)))
+        except MessageError as error:
+            unread.append(f"stream {keys.ROUNDS}: entry {entry.entry_id} is unreadable: {error}; --resume takes it out")
     held = list(up_to(held, cut))
-    commanded, steps = _from_journal(rundir)
-    metrics = read_file(rundir.metrics)
+    commanded, recomputed = _from_journal(rundir, settings)
+    steps, metrics, samples = recomputed.steps, read_file(rundir.metrics), all_samples(rundir.path / SAMPLES)
+    finished = finished or (not live and any(isinstance(command, FinishTraining) for _, command in commanded))
     trained_version = max((step.weights.version for step in steps), default=0)
     missing: list[RowId] = []
     if live:  # rows that a broker lost are being made again, and others are freed behind a newer checkpoint
@@ -309,11 +328,34 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
     report = audit(
         commanded, held, checkpoint, trained_version=trained_version, passes=passes, missing=missing, live=live
     )
+    problems = unread
     if settings.has_critic:
-        problems = check_critic(commanded, critic, passes=passes, finished=trained_version if finished else None)
-        report = replace(report, problems=(*report.problems, *problems))
-    more = check_steps(steps, checkpoint, finished=finished) + check_metrics(steps, metrics.lines, metrics.damaged)
-    return replace(report, problems=(*report.problems, *more))
+        problems += check_critic(commanded, critic, passes=passes, finished=trained_version if finished else None)
+    problems += check_steps(steps, checkpoint, finished=finished)
+    for what, place in places.items():
+        problems += check_checkpoints(place, what)
+    problems += check_metrics(steps, metrics.lines, metrics.damaged) + recomputed.problems
+    if not live:
+        once = newest_epoch(rundir.journal) <= 1
+        problems += check_lines(recomputed, metrics.lines, closed=closed_batches(commanded), exact=once)
+        problems += check_held_out(rundir, settings, evaluated=any("eval" in line for line in recomputed.lines))
+    problems += check_samples(recomputed, samples)
+    problems += check_final_model(rundir) if finished else []
+    events = [(entry.entry_id, entry.entry.payload) async for entry in _entries(broker, keys.EVENTS)]
+    problems += check_events(recomputed, events)
+    notes: list[str] = []
+    if commanded and not held and not events and not live:
+        said = "the broker holds nothing of this run: its records were not compared"
+        (notes if settings.broker.url else problems).append(said)
+    return replace(report, problems=(*dict.fromkeys((*report.problems, *problems)),), notes=tuple(notes))
+
+
+async def _entries(broker: Broker, stream: str) -> AsyncIterator[LogEntry]:
+    after = ZERO_ID
+    while entries := await broker.read(stream, after, count=READ_COUNT):
+        for entry in entries:
+            yield entry
+        after = entries[-1].entry_id
 
 
 def _newest_checkpoint(checkpoints: Place) -> CheckpointRecord | None:
@@ -339,16 +381,15 @@ def _newest_checkpoint(checkpoints: Place) -> CheckpointRecord | None:
     return None
 
 
-def _from_journal(rundir: RunDir) -> tuple[RoundsLog, list[StepDone]]:
-    """The rounds that the core commanded, and the steps of the last trainer's lineage."""
+def _from_journal(rundir: RunDir, settings: Settings) -> tuple[RoundsLog, Recomputed]:
+    """The rounds that the core commanded, and what the journal says of the other records."""
     commanded: RoundsLog = []
-    steps: list[StepDone] = []
+    recomputed = Recomputed(settings)
     for record, commands in recorded_commands(rundir.journal):
         commanded += [
             (outbox.CommandId(record.seq, index).entry, command)
             for index, command in enumerate(commands)
             if isinstance(command, TrainRound | CloseMiniBatch | FinishTraining)
         ]
-        if isinstance(record.event, StepDone):
-            steps.append(record.event)
-    return commanded, steps
+        recomputed.add(record, commands)
+    return commanded, recomputed

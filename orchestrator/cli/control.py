@@ -20,12 +20,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from orchestrator.config.load import parse_override
-from orchestrator.config.run_directory import RunDir, find_run
+from orchestrator.config.run_directory import RunDir, find_run, resume_command
 from orchestrator.config.schema import to_toml
 from orchestrator.errors import ConfigError, RunFailedError, printable
 from orchestrator.launch.ownership import read_identity
 from orchestrator.loop.intake import REQUESTS, append_event, change
 from orchestrator.observability.http.status import read_status
+from orchestrator.observability.standing import State, read_standing
 from transport.broker import keys
 from transport.broker.base import MAX_DEAD_LETTERS, Broker, DeadLetter, parse_entry_id
 from transport.broker.embedded import EmbeddedServer
@@ -56,6 +57,15 @@ FOREIGN = "it came from no queue of this run"
 
 Status = Mapping[str, Any]
 MakeEvent = Callable[[Settings, Status], Event]
+
+
+def _not_running(rundir: RunDir) -> str:
+    """How the run ended, and how to go on with it. Raises what read_standing raises."""
+    standing = read_standing(rundir.path)
+    go_on = standing.go_on
+    if standing.state is State.FINISHED:
+        go_on = resume_command(rundir.path, standing.settings, f"run.batches={2 * max(1, standing.trained)}")
+    return f"{rundir.path} is not running: {standing}" + (f"; go on with: {go_on}" if go_on else "")
 
 
 @asynccontextmanager
@@ -97,7 +107,7 @@ async def open_run(
         except BrokerUnavailableError as error:
             if settings.broker.url or not live:
                 raise
-            raise RunFailedError(f"{rundir.path} is not running: the broker that it brought has ended") from error
+            raise RunFailedError(_not_running(rundir)) from error
         stack.push_async_callback(broker.close)
         known = read_identity(rundir)
         if known is not None and (owner := await broker.owner()) is not None:

@@ -112,6 +112,8 @@ async def _follow(live: Live, broker: Broker, every_s: float, away_s: float) -> 
 def _print_audit(console: Console, report: AuditReport) -> int:
     for problem in report.problems:
         console.print(f"audit: {problem}", markup=False)
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False)
     live = f"; the run goes on, checked up to batch {report.batches}" if report.live else ""
     clean = f"clean: every row of every trained batch was trained exactly once{live}"
     verdict = "FAILED" if report.problems else clean

@@ -42,6 +42,7 @@ from transport.contracts.llms import Fp8, Llm, UnknownModelError, from_config
 from transport.contracts.settings import PipelineSettings, Settings
 from transport.errors import InputFileError
 from transport.process.files import read_json
+from transport.process.words import closest, did_you_mean
 
 POOL = re.compile(r"(?P<count>[0-9]+)x(?P<gpu>[A-Za-z0-9.-]+)(@(?P<site>[\w.-]+))?")
 MAX_GPUS = 100_000
@@ -212,7 +213,12 @@ def parse_pools(text: str, prices: Mapping[str, float], known: Mapping[str, Gpu]
             names = ", ".join(one.name for one in known.values())
             if found["gpu"].lower() == NAME:
                 raise ConfigError(f"{part.strip()} needs --profile FILE, which says how fast it is", where="--gpus")
-            raise ConfigError(f"no GPU {found['gpu']!r} is known; there are {names}", where="--gpus")
+            near = did_you_mean(closest(found["gpu"], [one.name for one in known.values()]))
+            raise ConfigError(
+                f"no GPU {found['gpu']!r} is known{near}; there are {names}. Of another one give what was measured: "
+                f"--profile FILE, and {found['count']}x{NAME}",
+                where="--gpus",
+            )
         if not 1 <= int(found["count"]) <= MAX_GPUS:
             raise ConfigError(f"{part.strip()}: from 1 to {MAX_GPUS:,} GPUs", where="--gpus")
         price = prices.get(gpu.name.upper(), gpu.price)
@@ -242,12 +248,20 @@ def parse_prices(text: str) -> dict[str, float]:
 
 
 def parse_model(text: str) -> Llm:
-    """A known name, or a configuration file, or a directory with one. Raises ConfigError."""
+    """A known name, its name on the hub, a configuration file, or a directory with one. Raises ConfigError."""
     if text in LLMS:
         return LLMS[text]
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if not path.is_file():
-        raise ConfigError(f"{text!r} is neither a known model ({', '.join(LLMS)}) nor a config.json", where="--model")
+        names = {name.lower(): name for name in LLMS} | {path.lower(): name for name, path in HUB.items()}
+        if text.lower() in names:
+            return LLMS[names[text.lower()]]
+        near = did_you_mean(closest(text.rpartition("/")[2], LLMS))
+        raise ConfigError(
+            f"{text!r} is neither a known model{near} nor a config.json; known are {', '.join(LLMS)}. Of another model "
+            "give the config.json",
+            where="--model",
+        )
     try:
         return from_config(path.parent.name or text, read_json(path, dict[str, Any]))
     except InputFileError as error:
@@ -259,7 +273,9 @@ def parse_model(text: str) -> Llm:
 def model_path(text: str, llm: Llm) -> str:
     """What setting ``model.path`` is for ``--model``."""
     path = Path(text)
-    return HUB[llm.name] if text in LLMS else str(path if path.is_dir() else path.parent)
+    if not path.exists() and llm.name in HUB:
+        return HUB[llm.name]
+    return str(path if path.is_dir() else path.parent)
 
 
 def chosen_model(text: str, profile: Profile | None) -> Llm:
@@ -277,7 +293,8 @@ def chosen_model(text: str, profile: Profile | None) -> Llm:
 def one_of(option: str, value: Any, known: Sequence[str] | Mapping[str, Any]) -> Any:
     """``value``, if it is known. Raises ConfigError, which lists what is."""
     if value not in known:
-        raise ConfigError(f"{value!r} is not one of {', '.join(known)}", where=option)
+        near = did_you_mean(closest(str(value), [*known]))
+        raise ConfigError(f"{value!r} is not one of {', '.join(known)}{near}", where=option)
     return value
 
 

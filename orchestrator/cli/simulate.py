@@ -40,10 +40,18 @@ from orchestrator.core.model.settings import LEAST_LOADED, PULLED, CoreSettings,
 from orchestrator.errors import ConfigError, writing_out
 from orchestrator.observability.report.bubbles import Cause
 from orchestrator.observability.report.drawing import write_timeline
-from orchestrator.planning.allocation import Pool
+from orchestrator.planning.allocation import Pool, least_training_gpus
 from orchestrator.planning.plan_search import SPARE_TOKENS, micro_batch_tokens_of, slots_of
 from orchestrator.planning.profiles import NAME, Profile, extrapolated, hardware, read_profile
-from orchestrator.sim.costs import GPUS, Algorithm, DoesNotFitError, Gpu, most_ranks, tensor_degrees
+from orchestrator.sim.costs import (
+    GPUS,
+    Algorithm,
+    DoesNotFitError,
+    Gpu,
+    generation_degrees,
+    most_ranks,
+    tensor_degrees,
+)
 from orchestrator.sim.generation import SampleTooLongError
 from orchestrator.sim.lengths import long_tailed, read_lengths, representative
 from orchestrator.sim.llms import LLMS
@@ -146,8 +154,8 @@ def simulate(
     if draft_depth and not drafts:
         raise ConfigError("nothing is drafted without --drafts, the share that is accepted", where="--draft-depth")
     workload = Workload(llm=llm, lengths=groups, batch=batch, group_size=group_size, algorithm=cost)
+    pools = _pools(generate, train, measured)
     try:
-        pools = _pools(generate, train, measured)
         layout = _layout(workload, pools, tensor_parallel, ranks, link_gbps, fp8)
         layout = replace(
             layout,
@@ -158,7 +166,9 @@ def simulate(
         )
         chosen = dispatch or default_dispatch(settings, num_workers=layout.instances)
         outcome = performance(workload, layout, settings, dispatch=chosen, iterations=iterations)
-    except (DoesNotFitError, SampleTooLongError) as error:
+    except DoesNotFitError as error:
+        raise ConfigError(f"{error}; {_what_fits(workload, *pools)}, or take a smaller --model") from error
+    except SampleTooLongError as error:
         raise ConfigError(f"{error}; give it more GPUs, or a smaller --model") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -166,6 +176,7 @@ def simulate(
     alike = lengths is None and group_size > 1
     data["notes"] = [
         *skipped,
+        *([] if model or measured else [f"no --model is given: it is {llm.name}"] if generate else []),
         *(["the samples of a group have one length: --lengths reads a file of real ones"] if alike else []),
         *([] if measured is None else _notes(measured, workload, layout)),
     ]
@@ -181,6 +192,11 @@ def simulate(
 def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Pool]:
     """(those that generate, those that train), the same where they are colocated. Raises ConfigError."""
     usual = ("40xH800", "88xH800") if profile is None else (f"1x{NAME}",) * 2
+    if bool(generate) != bool(train):
+        named, other, do = ("--generate", "--train", "train") if generate else ("--train", "--generate", "generate")
+        both = "; or those that generate train too: --train colocated --pipeline serial" if generate else ""
+        example = f"{other} {generate or (train if train != COLOCATED else usual[0])}"
+        raise ConfigError(f"nothing says which GPUs {do}: add them, as {example}{both}", where=named)
     known = hardware(profile)
     generation = _pool("--generate", generate or usual[0], known)
     training = generation if train == COLOCATED else _pool("--train", train or usual[1], known)
@@ -255,6 +271,17 @@ def _pool(option: str, text: str, known: Mapping[str, Gpu]) -> Pool:
     if len(pools) != 1:
         raise ConfigError("one pool of GPUs, as 40xH800", where=option)
     return pools[0]
+
+
+def _what_fits(workload: Workload, generation: Pool, training: Pool) -> str:
+    """The fewest GPUs of these types that would do."""
+    need = max(max(samples) for samples in workload.lengths.lengths) + max(workload.lengths.questions) + SPARE_TOKENS
+    degrees = generation_degrees(workload.llm, generation.gpu, context_tokens=need)
+    ranks = least_training_gpus(workload.llm, training.gpu, need)
+    if not degrees or not ranks:
+        stage, gpu = ("generates", generation.gpu) if not degrees else ("trains", training.gpu)
+        return f"no number of {gpu.name} {stage} it: name another type"
+    return f"give it at least {degrees[0]} {generation.gpu.name} to generate and {ranks} {training.gpu.name} to train"
 
 
 # -- the answer

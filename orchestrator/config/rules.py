@@ -151,6 +151,11 @@ def _broken_of_training(s: Settings) -> Iterator[tuple[str, str]]:
             "trainer.warmup_batches run.batches trainer.lr_schedule",
             f'must be below run.batches with trainer.lr_schedule "{s.trainer.lr_schedule}", which falls after it',
         )
+    if s.pipeline.membership == "rolling" and s.pipeline.max_staleness == 0:
+        yield (
+            "pipeline.membership pipeline.max_staleness",
+            'must be "fixed" with pipeline.max_staleness 0: no other batch runs whose place a group could take',
+        )
     if s.trainer.lr_min_share and s.trainer.lr_schedule == "constant":
         yield "trainer.lr_min_share trainer.lr_schedule", 'needs trainer.lr_schedule "linear" or "cosine"'
     if s.trainer.engine == "emulated" and s.trainer.num_ranks != 1:

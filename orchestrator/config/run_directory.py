@@ -24,6 +24,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
@@ -31,12 +32,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from orchestrator.config.load import resolve
 from orchestrator.errors import ConfigError
 from transport.contracts.settings import Settings
-from transport.errors import RunExistsError
+from transport.errors import DirectoryError, RunExistsError
 from transport.process.files import (
     LockedError,
     check_own_tree,
@@ -54,6 +55,8 @@ OWN_LEVELS = 2
 """The run's files, and those of its directories."""
 FOREIGN = ("wandb", "tensorboard", "mlruns")
 """Directories of loggers' own files, as their libraries like them: with links, where wandb makes them."""
+WATCH_S = 1.0
+"""Between two looks at whether the directory of a live run is still there."""
 
 
 def journal_of(run_dir: Path) -> Path:
@@ -135,6 +138,7 @@ class RunDir:
         self.loggers = path / "loggers.json"
         self._lock: IO[bytes] | None = None
         self._before: set[str] | None = None  # what the directory held when it was claimed
+        self._inode: int | None = None  # of the directory that was claimed
 
     def exists(self) -> bool:
         return self.config.exists()
@@ -165,6 +169,7 @@ class RunDir:
                 replace(self.config, config)
                 for directory in (self.path, self.journal, self.broker):
                     remove_remains(directory)
+                self._inode = self.path.stat().st_ino
             except BaseException:
                 self.unlock()
                 raise
@@ -186,6 +191,34 @@ class RunDir:
             number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
             with writing(there):
                 raise OSError(number, os.strerror(number), str(there))
+
+    def check_there(self) -> None:
+        """Raises DirectoryError: what was claimed was removed, or moved away, while the run was live."""
+        if self._inode is None:
+            return
+        try:
+            same = self.path.stat().st_ino == self._inode
+            self.config.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            self._is_gone()
+        except OSError:
+            return  # a file system that does not answer for now has lost nothing
+        if not same:
+            self._is_gone()
+
+    def _is_gone(self) -> NoReturn:
+        _remove_empty(self.path)  # made again by a process that had not noticed; in the way of what is moved back
+        left = "; what its processes wrote after that is there" if self.path.exists() else ""
+        raise DirectoryError(
+            f"the directory of the run, {self.path}, was removed or moved away while the run was live{left}. "
+            "If it was moved, move it back and add --resume; else start a new run"
+        )
+
+    async def watch(self) -> None:
+        """Look every ``WATCH_S`` seconds, forever. Raises DirectoryError as ``check_there`` does."""
+        while True:
+            self.check_there()
+            await asyncio.sleep(WATCH_S)
 
     def discard(self) -> None:
         """Remove what came here since ``claim``: no run began, and its name is free again."""
@@ -222,6 +255,13 @@ class RunDir:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove what holds no file, from the bottom up."""
+    for path, _, _ in os.walk(directory, topdown=False):
+        with suppress(OSError):
+            os.rmdir(path)
 
 
 def next_free_name(directory: Path, name: str) -> str:

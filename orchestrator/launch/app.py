@@ -51,7 +51,7 @@ from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.ownership import check_name, current_claim, holding, note_start_id, take_name
 from orchestrator.launch.processes import Children, Fleet, environment_arguments, score_arguments, train_arguments
-from orchestrator.loop.decide import Decider, Trimmer, recover_state
+from orchestrator.loop.decide import Decider, Trimmer, recover_state, take_out_foreign
 from orchestrator.loop.execute import Executor, Issued, Planner
 from orchestrator.loop.intake import (
     Arrival,
@@ -109,13 +109,14 @@ from transport.contracts.messages import (
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, RunName, WorkerId, WorkerKind
 from transport.contracts.user_files import identify_model
-from transport.errors import TransientError, first_error
+from transport.errors import StreamError, TransientError, first_error
 from transport.process import faults
 from transport.process.clock import Clock, MonotonicClock
 from transport.process.http import run_key, serve_http
 from transport.process.programs import command, configure_logs, ending_signals, leave_terminal
 from transport.process.secret import secrets_env
 from transport.rows.run_rows import open_rows
+from transport.tensors.base import is_loopback
 from transport.tensors.shm import segment_directories, sweep_stale
 
 log = structlog.get_logger(__name__)
@@ -217,6 +218,10 @@ async def _alone_with_name(
         view.note(f"run {name} in {rundir.path}; workers join with (on another host, with the streamrl-worker there)")
         for line in join_commands(settings):
             view.note(f"  {line}")
+        if is_loopback(settings.tensors.host) and settings.trainer.engine != "none":
+            view.note(
+                "  workers on other hosts need --listen on the trainer, and STREAMRL_SECRET (docs/quickstarts.md)"
+            )
         if settings.api.enabled:  # its key is not for a log that others collect
             look = command("streamrl-orchestrator", "inspect", rundir.path, "--broker", settings.broker.url)
             view.note(f"live page: once it is served, its link is what this prints first:\n  {look}")
@@ -238,7 +243,7 @@ async def _alone_with_name(
                 )
                 grown = _growing(serving, settings, claim, rundir, model_dir, resume=resume) if grows else serving()
                 async with _showing(console, settings, claim):
-                    if not await grown:
+                    if not await _while_there(rundir, grown):
                         raise _interrupted()
         console.write_report()
         view.note(console.summary(stopwatch.stop()))
@@ -269,6 +274,19 @@ async def _showing(console: RunConsole, settings: Settings, claim: RunClaim) -> 
         await console.show(broker)
     finally:
         await broker.close()
+
+
+async def _while_there(rundir: RunDir, work: Coroutine[Any, Any, bool]) -> bool:
+    """``work``. Raises DirectoryError as soon as the run's directory is gone; ``work`` is cancelled then."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(rundir.watch(), name="directory")
+            result = await work
+            watch.cancel()
+        return result
+    except (StreamError, OSError, BaseExceptionGroup):
+        rundir.check_there()
+        raise
 
 
 async def _growing(
@@ -399,6 +417,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     """``serve`` with the right to write: recover, wire, run every loop until the end, flush."""
     journal, recovered = Journal.open(rundir.journal, epoch=fence.epoch)
     state, restated = recover_state(settings, journal, recovered)
+    await take_out_foreign(broker, state)
     if await was_resumed(broker, recovered.cursor):
         restated = [issued for issued in restated if not isinstance(issued[1], FinishRun | SpawnWorkers)]
     clock, inbox, ended = MonotonicClock(origin_s=recovered.now_s), new_inbox(), Ending()
@@ -443,8 +462,17 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
 
     reported = partial(rows_reported, state.pipeline)
     on_events = samples.on_events if service is None else service.on_events
+    safe = recovered.tail[0].cursor if recovered.tail else recovered.cursor
     decider = Decider(
-        state, journal, executor, Trimmer(broker), clock, recovered.cursor, observe=observe, on_events=on_events
+        state,
+        journal,
+        executor,
+        Trimmer(broker, safe),
+        clock,
+        recovered.cursor,
+        observe=observe,
+        on_events=on_events,
+        since_snapshot=len(recovered.tail),
     )
     mismatch_limit = settings.algorithm.mismatch_limit
     model = await asyncio.to_thread(identify_model, model_dir)

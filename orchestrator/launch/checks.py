@@ -34,7 +34,7 @@ from transport.contracts.ledger import checkpoints_place
 from transport.contracts.settings import SERVER_ENGINES, DataSettings, Settings, data_parts, eval_sets, public
 from transport.contracts.types import RunName
 from transport.contracts.user_files import read_lengths
-from transport.errors import LengthFileError, ListenError, SecretError
+from transport.errors import BrokerUnavailableError, LengthFileError, ListenError, SecretError
 from transport.process.programs import ending_with_this_process, python_module
 from transport.process.storage import prepare
 from transport.tensors.base import Endpoint, is_loopback, parse_ports
@@ -210,7 +210,11 @@ async def check_places(settings: Settings) -> None:
         place = checkpoints_place(settings, Path(settings.run.dir) / settings.run.name)
         await asyncio.to_thread(prepare, place)
     if settings.broker.url:
-        broker = await connect(settings.broker, RunName(settings.run.name), outage_s=FIRST_ANSWER_S)
+        try:
+            broker = await connect(settings.broker, RunName(settings.run.name), outage_s=FIRST_ANSWER_S)
+        except BrokerUnavailableError as error:
+            advice = "start it, correct broker.url, or leave it out: a run brings a broker of its own"
+            raise type(error)(error.address, f"{error.reason.rstrip('.')}; {advice}") from error
         try:
             await check_name(broker, RunDir(Path(settings.run.dir) / settings.run.name))
         finally:

@@ -206,6 +206,8 @@ class RunConsole:
             if ends := ends_of(of_all_groups(lines), "reward", END_BATCHES):
                 first, last, count = ends
                 parts.append(f"reward {first:.2f} -> {last:.2f}" + (f" (means of {count})" if count > 1 else ""))
+        if lines and all(line.get("rows_in_steps", 1) == 0 or line.get("no_signal") == 1.0 for line in lines):
+            parts.append("no batch carried a gradient: the model is as it was")
         if restarts := self._restarts():
             parts.append(f"{restarts} restart" + "s" * (restarts > 1))
         if self._given_up:

@@ -54,14 +54,15 @@ from orchestrator.launch.checks import (
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
 from orchestrator.launch.growth import REPORT_S, STOP_GRACE_S, add_workers, report_loss, tell_pending
-from orchestrator.launch.launchers.base import ProcessSpec
+from orchestrator.launch.launchers.base import Launcher, ProcessSpec
 from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.ownership import holding, take_name
 from orchestrator.launch.processes import Children, Fleet, Liveness, Restarts, names_of, workers_of
+from orchestrator.loop.decide import take_out_foreign
 from orchestrator.loop.intake import append_event
 from orchestrator.observability.live import View, open_view
 from orchestrator.observability.loggers import check_loggers, logging_metrics
-from orchestrator.observability.standing import nothing_left, noting_end, read_standing
+from orchestrator.observability.standing import last_state, nothing_left, noting_end, read_standing
 from transport.broker import keys
 from transport.broker.base import Broker, RunClaim, without_password
 from transport.broker.embedded import EmbeddedServer
@@ -114,7 +115,11 @@ def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
         if standing.num_batches is not None and batches < standing.trained:
             problem = f"run.batches = {batches} is below the {standing.trained} batches that are trained"
             raise ConfigError(f"{problem}: ask for more of them", key="run.batches")
-    return asyncio.run(_run(resolved, resume=resume, plain=plain))
+    try:
+        return asyncio.run(_run(resolved, resume=resume, plain=plain))
+    except KeyboardInterrupt:  # before there is a handler, which says more
+        kept = "nothing was changed" if resume else "nothing of it is kept"
+        raise Interrupted(f"stopped by Ctrl-C before the run began; {kept}", by=STOPPED_BY[signal.SIGINT]) from None
 
 
 def _run_dir(settings: Settings) -> Path:
@@ -131,6 +136,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     gpus = place_gpus(settings)
     resolved = with_numbers(resolved, gpus)
     settings = resolved.settings
+    launcher = open_launcher(settings, rundir, names_of(settings))
     check_workers_inputs(settings)
     problems = check_inputs(settings)
     await check_loggers(settings.run.loggers)
@@ -143,12 +149,16 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
         note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
         for remark in (*resolved.forgotten, *remarks(settings, problems), *doubts):
             view.note(f"note: {remark}")
-        supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
+        supervisor = Supervisor(settings, rundir, view, gpus, launcher, resume=resume)
         try:
             await supervisor.run()
         except StreamError as error:
+            rundir.check_there()
             if supervisor.leaves_nothing(error):
                 rundir.discard()  # nothing was trained here: the corrected command may use the name again
+            raise
+        except (OSError, BaseExceptionGroup):
+            rundir.check_there()
             raise
     finally:
         ignore_ending_signals()  # the end is under way, and its exit code says how the run went
@@ -161,14 +171,21 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
 
 class Supervisor:
     def __init__(
-        self, settings: Settings, rundir: RunDir, view: View, gpus: PlacedGpus | None, *, resume: bool
+        self,
+        settings: Settings,
+        rundir: RunDir,
+        view: View,
+        gpus: PlacedGpus | None,
+        launcher: Launcher,
+        *,
+        resume: bool,
     ) -> None:
         self._settings = settings
         self._rundir = rundir
         self._view = view
         self._gpus = gpus
         self._resume = resume
-        self._launcher = open_launcher(settings, rundir, names_of(settings))
+        self._launcher = launcher
         restarts = settings.liveness.max_restarts
         self._children = Children(rundir.logs, max_restarts=restarts, launcher=self._launcher)
         self._stopping = asyncio.Event()
@@ -210,6 +227,7 @@ class Supervisor:
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
             stack.push_async_callback(self._announce_stop, broker)
             if self._resume and any(self._rundir.journal.glob("snapshot-*")):  # its orchestrator ever began
+                await self._until_stopped(self._take_out_foreign(broker))
                 await self._until_stopped(self._reopen(broker))
             self.started = True
             run_dir = self._rundir.path
@@ -280,6 +298,12 @@ class Supervisor:
             with suppress(TransientError, TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await broker.put_meta(keys.STOPPED, f"by {self._stopped_by}".encode(), ttl_s=STOP_GRACE_S)
+
+    async def _take_out_foreign(self, broker: Broker) -> None:
+        """``take_out_foreign``, before any worker reads. The orchestrator writes anew what is outstanding."""
+        if (state := await asyncio.to_thread(last_state, self._rundir.journal)) is not None:
+            for line in await take_out_foreign(broker, state):
+                self._view.note(line)
 
     async def _reopen(self, broker: Broker) -> None:
         """Undo the end of the run before any worker reads it, and have workers start with the settings of now.
@@ -392,6 +416,7 @@ class Supervisor:
                     others.append(group.create_task(self._watch_pending(broker), name="pending"))
                 others.append(group.create_task(self._watch(broker), name="watch"))
                 others.append(group.create_task(self._watch_reach(broker), name="reach"))
+                others.append(group.create_task(self._rundir.watch(), name="directory"))
                 liveness = Liveness(broker, self._children, MonotonicClock(), self._settings.liveness)
                 others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
 

@@ -7,7 +7,7 @@ before the event that caused it is in the journal; a recorded journal replayed g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 
@@ -16,10 +16,10 @@ from orchestrator.core.model.settings import core_settings
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import EventFailedError
 from orchestrator.journal import Journal, Recovered
-from orchestrator.loop.execute import Executor, Issued
+from orchestrator.loop.execute import Executor, Issued, stream_entry
 from orchestrator.loop.intake import Arrival, Inbox
 from transport.broker import keys
-from transport.broker.base import Broker
+from transport.broker.base import ZERO_ID, Broker, Entry, LogEntry, parse_entry_id
 from transport.contracts.messages import (
     Command,
     DropRows,
@@ -30,9 +30,13 @@ from transport.contracts.messages import (
     SlotOutcome,
     SpawnWorkers,
     TrimRounds,
+    group_plan_decoder,
+    trainer_command_decoder,
+    worker_command_decoder,
 )
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerId
+from transport.errors import MessageError
 from transport.process import faults
 from transport.process.clock import Clock
 
@@ -40,6 +44,7 @@ log = structlog.get_logger(__name__)
 
 SNAPSHOT_EVERY = 20_000
 """Records between snapshots: replaying so many takes about 0.3 s, and each snapshot waits for the disk."""
+READ_COUNT = 512
 KEPT_ENTRIES = 256
 """Of a log whose newest entries count: more than a reader looks back, few enough to read in ``redis-cli``."""
 
@@ -84,6 +89,53 @@ def restated(state: PipelineState) -> list[Issued]:
     return [*state.outstanding(), *((CommandId(state.seq, 0), command) for command in again)]
 
 
+async def take_out_foreign(broker: Broker, state: PipelineState) -> list[str]:
+    """Delete each stream of the orchestrator's own that holds, or held, an entry that this run never wrote: what is
+    outstanding on it is restated, as to a broker that lost it. Returns a sentence for each.
+
+    For a start, before any worker reads. An entry is foreign if its id is beyond the journal, if nothing was commanded
+    under it, or if its content is another than what was commanded.
+    """
+    freed, expected = state.pipeline.retention.freed.cursor, dict[str, dict[str, Entry]]()
+    for command_id, command in state.outstanding():
+        if (placed := stream_entry(command)) is not None:
+            expected.setdefault(placed[0], {})[command_id.entry] = placed[1]
+    own = (keys.ROUNDS, keys.plans(WorkerId("")), keys.control(WorkerId("")))
+    said: list[str] = []
+    for stream in [name for name in await broker.streams() if name.startswith(own)]:
+        last = await broker.last_id(stream)
+        foreign = [last] if parse_entry_id(last)[0] > state.seq else []
+        after, commanded = ZERO_ID, expected.get(stream, {})
+        while not foreign and (entries := await broker.read(stream, after, count=READ_COUNT)):
+            after = entries[-1].entry_id
+            foreign = [entry.entry_id for entry in entries if _is_foreign(stream, entry, commanded, freed.entry)][:1]
+        if foreign:
+            await broker.delete_stream(stream)
+            log.warning("a stream held an entry that this run never wrote", stream=stream, entry=foreign[0])
+            said.append(
+                f"stream {stream} held entry {foreign[0]}, which this run never wrote: the stream is written again "
+                "from the journal; keep others away from the broker"
+            )
+    return said
+
+
+def _is_foreign(stream: str, entry: LogEntry, commanded: Mapping[str, Entry], freed: str) -> bool:
+    """Whether it is not what was commanded. Rounds are outstanding until they are freed; a plan or a control command
+    that is not outstanding any more is judged by whether it can be read.
+    """
+    decode = trainer_command_decoder.decode
+    if stream != keys.ROUNDS:
+        is_plan = stream.startswith(keys.plans(WorkerId("")))
+        decode = group_plan_decoder.decode if is_plan else worker_command_decoder.decode
+    try:
+        held = decode(entry.entry.payload)
+    except MessageError:
+        return True
+    if entry.entry_id in commanded:
+        return held != decode(commanded[entry.entry_id].payload)
+    return stream == keys.ROUNDS and parse_entry_id(freed) < parse_entry_id(entry.entry_id)
+
+
 class Decider:
     """Feeds the state and passes its commands on."""
 
@@ -98,8 +150,10 @@ class Decider:
         *,
         observe: Callable[[Event, Sequence[Command], float], None],
         on_events: Callable[[Sequence[Event]], None] = lambda _: None,
+        since_snapshot: int = 0,
     ) -> None:
-        """cursor: id of the last entry of the events log that was applied.  observe: called with each event, its
+        """cursor: id of the last entry of the events log that was applied.  since_snapshot: records that a start had to
+        replay, so that one that often dies makes snapshots, too.  observe: called with each event, its
         commands and the time, before they are written down.  on_events: with the events that were written down."""
         self.state = state
         self._journal = journal
@@ -109,7 +163,7 @@ class Decider:
         self._trimmer = trimmer
         self._observe = observe
         self._on_events = on_events
-        self._since_snapshot = 0
+        self._since_snapshot = since_snapshot
 
     def restate(self) -> None:
         """Submit again what was commanded and is not confirmed; the prompt server, in this process, lost nothing."""
@@ -172,9 +226,10 @@ class Trimmer:
     kept.
     """
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, safe: str = "") -> None:
+        """safe: the last entry of the events log that the newest snapshot contains; "" where nothing is known of it."""
         self._broker = broker
-        self._safe = ""
+        self._safe = safe
         self._gone: set[str] = set()
 
     async def trim(self, cursor: str, workers: Collection[WorkerId]) -> None:

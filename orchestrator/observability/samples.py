@@ -187,7 +187,7 @@ class SampleKeeper:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        known = _read(path)
+        known = all_samples(path)
         self._rows = {sample.get("row") for sample in known}
         self._of_batch = Counter(_batch(sample) for sample in known)
 
@@ -207,10 +207,10 @@ def _batch(sample: dict[str, Any]) -> str:
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """The newest samples that were kept, newest first; [] if there are none."""
-    return _read(path)[: -MAX_REPORTED - 1 : -1]
+    return all_samples(path)[: -MAX_REPORTED - 1 : -1]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def all_samples(path: Path) -> list[dict[str, Any]]:
     """All whole lines, in order. A torn one (a kill while writing) is left out."""
     if not path.exists():
         return []

@@ -133,15 +133,20 @@ def read_standing(run_dir: Path, *, over: bool = False) -> Standing:
     )
 
 
-def _last_view(journal: Path) -> PipelineView | None:
-    """What the run's state was at its last event, None before the first."""
+def last_state(journal: Path) -> PipelineState | None:
+    """The run's state at its last event, None before the first. Raises JournalError."""
     seq, snapshot = newest_snapshot(journal)
     if snapshot is None:
         return None
     state = PipelineState.restore(snapshot)
     for record in read_whole_records(journal, from_seq=seq + 1):
         state.handle(record.event, record.now_s)
-    return state.view()
+    return state
+
+
+def _last_view(journal: Path) -> PipelineView | None:
+    state = last_state(journal)
+    return None if state is None else state.view()
 
 
 def _ended(rundir: RunDir) -> Ended | None:

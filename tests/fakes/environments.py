@@ -39,6 +39,13 @@ class Told(Echo):
         return said, done, 1.0
 
 
+class Pair(Echo):
+    """Its turns return two values of three."""
+
+    def step(self, text: str, tokens: Sequence[int]) -> object:
+        return "said", True
+
+
 class Unpaid(Echo):
     """It judges nothing."""
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from transport.contracts.ledger import Ledger
+from transport.contracts.ledger import CheckpointMeta, Ledger
 from transport.process.storage import Place
-from workers.trainer.checkpoint import CheckpointMeta, CheckpointStore, Gather, TensorFile, Written
+from workers.trainer.checkpoint import CheckpointStore, Gather, TensorFile, Written
 
 META = CheckpointMeta(version=3, epoch=1, digest="d", cursor="7-1", source_position="", fingerprint={}, files={})
 

@@ -31,12 +31,12 @@ from ranker.model import StoredRanker, read_ranker
 from ranker.protocol import LengthLogError, RankerFileError
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, anything, damaged, nested, number, packed, raw_message, text, whole
-from transport.contracts.ledger import FILE_NAME, newest_checkpoint
+from transport.contracts.ledger import FILE_NAME, META_FILE, CheckpointMeta, newest_checkpoint
 from transport.contracts.messages import JournalRecord, StepDone
 from transport.contracts.user_files import identify_model, read_lengths
 from transport.errors import FatalError, LengthFileError
 from workers.models import check_model_dir, stop_token_ids
-from workers.trainer.checkpoint import META_FILE, STEPS_FILE, CheckpointMeta, CheckpointStore, _mark
+from workers.trainer.checkpoint import STEPS_FILE, CheckpointStore, _mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

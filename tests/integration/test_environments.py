@@ -232,9 +232,15 @@ def test_environments_of_parts_run_only_where_each_is_allowed_and_are_each_tried
         Environments(settings, ",".join([*settings.own_environments, "mine:Own"]), ROOT)
     rows = [TrialRow(prompt="?", response="", entry=json.dumps({"part": part})) for part in ("said", "told")]
     with pytest.raises(
-        EnvironmentSetupError, match=r"Told' was tried on 1 rows of data.mix.told and began none: .*says"
+        EnvironmentSetupError, match=r"Told' was tried on 1 rows of data.mix.told and played a turn on none: .*says"
     ):
         check_workers(settings, TrialRows(rows=rows))  # Told wants an entry that says something
+
+
+def test_an_environment_whose_turns_are_garbage_is_refused_before_anything_starts() -> None:
+    trial = TrialRows(rows=[TrialRow(prompt="?", response="Answer: 1", entry="{}")])
+    with pytest.raises(EnvironmentSetupError, match=r"played a turn on none: step returned tuple, not \(observation"):
+        check_workers(settings_for("tests.fakes.environments:Pair"), trial)
 
 
 # --- what runs what a model wrote

@@ -96,7 +96,7 @@ def test_what_shortens_the_tail_is_simulated_and_named(tmp_path: Path):
         (["--generate", "0xH800"], ConfigError, "--generate: 0xH800: from 1"),
         (["--generate", "8xH900"], ConfigError, "--generate: no GPU 'H900'"),
         (["--train", "8xH800,8xH20"], ConfigError, "--train: one pool"),
-        (["--model", "Qwen2.5-72B"], ConfigError, "more GPUs, or a smaller --model"),
+        (["--model", "Qwen2.5-72B"], ConfigError, "at least 4 H800 to generate and 32 H800 to train, or"),
         (["--ranks", "3"], ConfigError, "cannot be dealt out to 3 ranks"),
         (["--tensor-parallel", "3", "--generate", "6xH800"], ConfigError, "do not split 3 ways"),
         (["--pipeline", "x"], ConfigError, "not one of serial"),
@@ -108,6 +108,12 @@ def test_what_shortens_the_tail_is_simulated_and_named(tmp_path: Path):
 def test_mistakes_are_named(arguments, error, words):
     with pytest.raises(error, match=words):
         CliRunner().invoke(app, [*SMALL, *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(("named", "missing"), [("--generate", "--train 4xH100"), ("--train", "--generate 4xH100")])
+def test_gpus_that_nobody_named_are_not_added(named: str, missing: str):
+    with pytest.raises(ConfigError, match=f"{named}: nothing says which GPUs .* add them, as {missing}"):
+        CliRunner().invoke(app, ["simulate", named, "4xH100"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("content", ["0\n", "-3\n", "nan\n", "", "12 13\n"])

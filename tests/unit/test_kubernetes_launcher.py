@@ -161,7 +161,7 @@ async def test_an_api_that_does_not_answer_and_a_namespace_that_may_not_be_used_
     with pytest.raises(ConfigError, match=r"namespace rl: the API server answers 403: .*cannot list"):
         await launcher.open(resume=False)
     outside = KubernetesLauncher(configured(*IMAGE).settings)
-    with pytest.raises(ConfigError, match="this process is in no pod; apply what this prints"):
+    with pytest.raises(ConfigError, match="this process is in none: print the manifests with --dry-run"):
         await outside.open(resume=False)
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ConfigError
 from orchestrator.launch.checks import check_cluster
 from orchestrator.launch.growth import add_workers, report_loss
 from orchestrator.launch.launchers.base import ProcessSpec, Resources, Running, resources_of
+from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.processes import Children, Fleet
 from tests.fakes.launched import RANKS, configured
 from tests.fakes.manual_clock import ManualClock
@@ -121,3 +123,20 @@ async def test_a_process_elsewhere_that_ended_is_reported_by_its_name_with_all_i
         await broker.beat(status.worker_id, encode(status), ttl_s=1000.0)
     await report_loss(broker, RANKS, None)
     assert sorted(await broker.leases()) == ["generate-1.1", "train-2.1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("launcher.kind=slurm",), r'"slurm" needs srun, squeue, scancel, sinfo in PATH .* login node'),
+        (("launcher.kind=kubernetes",), r"launcher.image: .* name it with --set"),
+        (("launcher.kind=kubernetes", "launcher.image=i"), r"this process is in none: print the manifests"),
+    ],
+)
+def test_an_engine_that_is_not_here_is_refused_before_a_run_has_a_directory(
+    overrides: tuple[str, ...], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigError, match=problem):
+        open_launcher(configured(*overrides).settings, RunDir(tmp_path / "a"), ())

@@ -27,7 +27,7 @@ def test_every_command_is_one_that_the_trainer_accepts(tmp_path: Path):
     sections = re.split(r"^## (\d+) x (\d+) GB$", page(), flags=re.MULTILINE)[1:]
     assert len(sections) == 3 * len(MACHINES)
     for num_gpus, gigabytes, text in zip(sections[::3], sections[1::3], sections[2::3], strict=True):
-        commands = re.findall(r"`streamrl-orchestrator run (.*?)`", text)
+        commands = re.findall(r"`\.venv/bin/streamrl-orchestrator run (.*?)`", text)
         assert commands
         for command in commands:
             overrides = [word for word in shlex.split(command) if "=" in word]

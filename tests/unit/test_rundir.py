@@ -159,3 +159,24 @@ def test_a_name_that_is_taken_is_numbered(tmp_path: Path):
         RunDir(tmp_path / name).create()
         RunDir(tmp_path / name).config.write_text("")
     assert newest_name(tmp_path, "a") == "a-3"
+
+
+def test_a_directory_that_is_removed_or_moved_while_it_is_held_is_named(tmp_path: Path):
+    run = RunDir(tmp_path / "a")
+    run.check_there()  # nothing was claimed
+    run.claim("", resume=False)
+    run.check_there()
+    run.path.rename(tmp_path / "b")
+    (run.path / "checkpoints").mkdir(parents=True)  # by a trainer that has not noticed
+    with pytest.raises(DirectoryError, match=r"/a, was removed or moved away while the run was live\. If it was moved"):
+        run.check_there()
+    assert not run.path.exists()  # so that it can be moved back
+    (tmp_path / "b").rename(run.path)
+    run.check_there()
+    run.config.unlink()
+    (run.path / "model").mkdir()
+    (run.path / "model" / "weights").touch()
+    with pytest.raises(DirectoryError, match=r"what its processes wrote after that is there"):
+        run.check_there()
+    assert (run.path / "model" / "weights").exists()
+    run.unlock()

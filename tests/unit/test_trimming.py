@@ -57,3 +57,11 @@ async def test_the_newest_weights_and_commands_stay() -> None:
     await Trimmer(broker).trim("0-0", [HERE])
     for log, ids in written.items():
         assert [entry.entry_id for entry in await broker.read(log, "0-0", count=1000)] == ids[-KEPT_ENTRIES:]
+
+
+async def test_an_orchestrator_that_was_started_again_trims_at_its_first_snapshot() -> None:
+    broker = new_broker()
+    ids = await fill(broker, keys.EVENTS, 5)
+    await Trimmer(broker, ids[2]).trim(ids[-1], [])
+    left = await broker.read(keys.EVENTS, "0-0", count=10)
+    assert [entry.entry_id for entry in left] == ids[3:]

@@ -447,8 +447,13 @@ class RedisLink:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, (exceptions.AuthenticationError, _NO_PASSWORD)) or _WRONG_PASSWORD in str(cause):
+                asked = (
+                    "wants a password, and none was given"
+                    if isinstance(cause, _NO_PASSWORD)
+                    else "refuses the password"
+                )
                 return BrokerRejectedError(
-                    f"broker {self.address} refuses the password ({cause}): set broker.password, put it into "
+                    f"broker {self.address} {asked} ({cause}): set broker.password, put it into "
                     "broker.url, or set STREAMRL_BROKER_PASSWORD"
                 )
             if isinstance(cause, ssl.SSLCertVerificationError):

@@ -9,6 +9,7 @@ The file is MessagePack: batch -> pass -> slot -> samples as a bit set (8 sample
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from transport.process.storage import ObjectPath, Place, place_of, reaching
 
 FILE_NAME = "ledger.msgpack"  # inside a checkpoint's directory
 META_FILE = "meta.json"  # likewise, and written last
+MODEL_FILES = "model.files.json"
+"""Beside the final model, in the run's directory: a FileMark for each of its files of weights."""
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 
 _Passes = dict[int, dict[int, dict[int, int]]]  # batch -> pass -> slot -> bit set of samples
@@ -32,6 +35,49 @@ class Seal(Struct, frozen=True, kw_only=True):
 
     weights: WeightIdentity
     files: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+
+
+class FileMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file must be to be trusted."""
+
+    nbytes: int
+    checksum: str
+
+
+class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """meta.json. epoch, version, digest: identity of the published weights.  cursor: last rounds-log entry contained.
+
+    fingerprint: setting -> value, of what a resumed run may not change.  format: of this file.  checksum: of all else
+    in it, "" in checkpoints of earlier versions.
+    """
+
+    version: int
+    epoch: int
+    digest: str
+    cursor: str
+    source_position: str
+    fingerprint: dict[str, str]
+    files: dict[str, FileMark]
+    format: int = 1
+    checksum: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The content of its file, with its checksum."""
+        sealed = msgspec.structs.replace(self, checksum=_checksum(self))
+        return msgspec.json.format(msgspec.json.encode(sealed))
+
+    @staticmethod
+    def from_bytes(raw: bytes) -> CheckpointMeta:
+        """Raises ValueError (msgspec.MsgspecError) for anything that ``to_bytes`` did not write."""
+        meta = msgspec.json.decode(raw, type=CheckpointMeta)
+        if meta.checksum and meta.checksum != _checksum(meta):
+            raise ValueError(f"{META_FILE} is not what was written")
+        return meta
+
+
+def _checksum(meta: CheckpointMeta) -> str:
+    content = msgspec.json.encode(msgspec.structs.replace(meta, checksum=""), order="sorted")
+    return f"crc32:{zlib.crc32(content):08x}"
 
 
 class Ledger(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -6,6 +6,7 @@ Owns: the shape of a dense decoder, and the counts that follow. Never: GPUs, whi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import msgspec
 
@@ -104,11 +105,17 @@ class Llm(msgspec.Struct, frozen=True, kw_only=True):
         return float(2 * BYTES * self.layers * self.kv_heads * self.head_dim)
 
 
+def _names(value: object) -> list[str]:
+    return [str(one) for one in cast("list[object]", value)] if isinstance(value, list) else []
+
+
 def from_config(name: str, config: Mapping[str, object]) -> Llm:
     """The shape of a dense decoder from its Hugging Face configuration.
 
     Raises UnknownModelError when a field is missing or the model is not dense.
     """
+    if config.get("is_decoder") is False or any("MaskedLM" in one for one in _names(config.get("architectures"))):
+        raise UnknownModelError(f"{name} is an encoder ({config.get('model_type')}): it writes no text")
     if config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"):
         raise UnknownModelError(f"{name} has experts: only dense decoders are modelled")
 
@@ -116,7 +123,11 @@ def from_config(name: str, config: Mapping[str, object]) -> Llm:
         value = config.get(field)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UnknownModelError(f"{name}: its configuration has no usable {field} ({value!r})")
+            kind = config.get("model_type")
+            raise UnknownModelError(
+                f"{name}: its configuration has no usable {field} ({value!r})"
+                + (f"; a decoder that writes text has one, and this is of the type {kind!r}" if kind else "")
+            )
         return value
 
     heads, hidden = count("num_attention_heads"), count("hidden_size")

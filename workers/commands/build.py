@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import structlog
 
 from transport.broker import keys
 from transport.broker.base import Broker
@@ -33,6 +34,8 @@ from transport.tensors.ucx import wants_ucx
 from workers.errors import ModelError, ModelMismatchError
 from workers.generation.given import GivenResponses
 from workers.leases.lifecycle import Worker, WorkerFactory
+
+log = structlog.get_logger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -409,6 +412,12 @@ async def trainer_worker(
         with writing(run_dir):
             run_directory(run_dir)
         prepare(checkpoints_place(settings, run_dir))
+        if rank == 0 and not (run_dir / "config.toml").exists():
+            log.warning(
+                f"{run_dir.absolute()} is not the directory that the orchestrator of run {settings.run.name!r} writes: "
+                "the final model goes here, and checkpoints too unless trainer.checkpoint_dir names another place; "
+                "inspect --audit looks for them in the orchestrator's. On its host, give --run-dir"
+            )
 
     await asyncio.to_thread(make_directory)
     endpoint = weights_endpoint(settings.tensors, own_address, secret)

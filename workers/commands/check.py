@@ -154,26 +154,31 @@ KNOW_NO_ANSWERS = tuple(f"workers.scoring.rewards:{reward.__name__}" for reward 
 
 
 async def _try_environment(settings: Settings, trial: TrialRows) -> None:
-    """It may fail to begin on a hard row; one that fails on all of ``trial`` would fail throughout the run."""
+    """Begin an episode and play one turn on each row of ``trial``.
+
+    It may fail on a hard row. Raises EnvironmentSetupError: it fails on all rows of a part, as it would in the run.
+    """
     pool = Environments(settings, ",".join(settings.own_environments), settings.environment.path)
     failures: dict[str, list[str]] = {}
-    begun: set[str] = set()
+    played: set[str] = set()
     try:
         await pool.start()
         for row in trial.rows:
             part, episode = part_of(row.entry.encode()), pool.open(row.entry.encode())
             try:
                 await episode.reset(row.prompt, row.entry.encode())
+                turn = row.response or "?"
+                await episode.step(turn, tuple(turn.encode()))  # ids that every vocabulary has
             except EnvironmentFailedError as error:
                 failures.setdefault(part, []).append(str(error))
             else:
-                begun.add(part)
+                played.add(part)
             finally:
                 episode.close()
     finally:
         await pool.close()
-    for part in failures.keys() - begun:
+    for part in failures.keys() - played:
         raise EnvironmentSetupError(
             f"environment {settings.environments[part].name!r} was tried on {len(failures[part])} rows of "
-            f"{f'data.mix.{part}' if part else 'the data'} and began none: {failures[part][0]}"
+            f"{f'data.mix.{part}' if part else 'the data'} and played a turn on none: {failures[part][0]}"
         )

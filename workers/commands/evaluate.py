@@ -75,6 +75,11 @@ EVALUATED = "evaluated.jsonl"
 METRICS = "metrics.jsonl"
 
 
+WORDS = ("base", "final", "checkpoint")
+PREFIXES = ("random", "package")
+"""Of models that model.path names so."""
+
+
 def evaluate_run(
     run_dir: Path,
     model: str,
@@ -105,6 +110,13 @@ def evaluate_run(
     RewardSetupError; EnvironmentSetupError.
     """
     settings = read_settings(run_dir)
+    kind, _, number = model.partition(":")
+    is_word = kind.isalnum() and not Path(model).exists()
+    if (number and kind == "checkpoint" and not number.isdecimal()) or (is_word and kind not in (*WORDS, *PREFIXES)):
+        raise RunFilesError(
+            f"--model {model}: write {', '.join(WORDS)}, checkpoint:N (N: a version, like 20), a directory, or "
+            "OWNER/NAME of the hub"
+        )
     problems = _read_problems(run_dir / "eval.jsonl")
     spec = reward_spec(settings, reward, reward_path)
     drawn = (settings.sampling.temperature if samples > 1 else 0.0) if temperature is None else temperature
@@ -122,7 +134,6 @@ def evaluate_run(
     )
     if model == "final" and not (run_dir / "model").exists():
         raise RunFilesError(f"{run_dir} has no final model yet, which a run writes at its end: try --model checkpoint")
-    kind, _, number = model.partition(":")
     if kind != "checkpoint":
         paths = {"base": settings.model.path, "final": str(run_dir / "model")}
         directory = prepare_model(paths.get(model, model), cache_dir=cache_dir, trust_remote_code=trust_remote_code)
@@ -130,8 +141,6 @@ def evaluate_run(
         if kind in paths:
             _keep(run_dir, 0 if kind == "base" else _last_version(run_dir), found, len(problems), ask, settings)
         return found
-    if number and not number.isdecimal():
-        raise RunFilesError(f'--model {model}: write "checkpoint", or "checkpoint:" and a version, like checkpoint:20')
     with tempfile.TemporaryDirectory(prefix="streamrl-checkpoint-") as copy:
         directory, dtype = Path(copy) / "model", settings.generation.dtype
         version = int(number) if number else None

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from transport.contracts.ledger import checkpoints_place
+from transport.contracts.ledger import CheckpointMeta, checkpoints_place
 from transport.contracts.settings import Settings
 from transport.process.storage import Place
 from workers.errors import RunFilesError
 from workers.models import prepare_model
-from workers.trainer.checkpoint import CheckpointMeta, check_base_model, newest_model
+from workers.trainer.checkpoint import check_base_model, newest_model
 
 if TYPE_CHECKING:
     from workers.trainer.policy.stored import StoredTensors

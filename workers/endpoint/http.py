@@ -159,6 +159,7 @@ class EndpointServer:
                 Route(f"{base}/models/{{model:path}}", self._model),
                 Route(f"{base}/chat/completions", self._chat, methods=["POST"]),
                 Route(f"{base}/completions", self._complete, methods=["POST"]),
+                Route(f"{base}/responses", _no_responses, methods=["POST", "GET"]),
             ]
         work = "/v1/sessions"
         routes = [
@@ -403,6 +404,14 @@ class EndpointServer:
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
+
+
+async def _no_responses(request: HttpRequest) -> Response:
+    return error_answer(
+        404,
+        "the Responses API is not served here, only chat.completions and completions: call client.chat.completions "
+        "(in an agents library, choose its model for chat completions)",
+    )
 
 
 def error_answer(

@@ -30,7 +30,7 @@ from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import EnvironmentSetupError
 from workers.scoring.child import MAX_ANSWER_BYTES, frame, own_streams, read_frame
 from workers.scoring.jail import confine
-from workers.user_functions.imports import find_in, import_function
+from workers.user_functions.imports import find_in, import_function, limits, raised
 
 TOOL = "tool"
 """Role of a message that is given as a text."""
@@ -201,7 +201,7 @@ class Episodes:
         except GarbageError as error:
             return Failed(reason=str(error))
         except (Exception, SystemExit) as error:  # the guard of one call: foreign code may raise anything
-            return Failed(reason=f"the environment raised {type(error).__name__}: {error}"[:500])
+            return Failed(reason=f"the environment raised {raised(error)}"[:700])
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -230,6 +230,8 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(raw, type=Setup)
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
+    limits.memory_bytes = setup.memory_bytes
+    limits.jail, limits.shown = "environment.jail" if setup.jailed else "", "environment.path"
     find_in(setup.path)
     try:
         episodes = Episodes(factory_of(setup), setup.timeout_s)

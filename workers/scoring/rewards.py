@@ -45,7 +45,7 @@ from workers.scoring.equality import asks_for_number, load_mathematics, reads_as
 from workers.scoring.graders import OUR_GRADERS, Entry, Grade, bounded, forbid_code_from_text
 from workers.scoring.jail import confine
 from workers.scoring.user_reward import Reward, UserReward
-from workers.user_functions.imports import find_in, import_function
+from workers.user_functions.imports import find_in, import_function, limits, raised
 
 
 class VerifiedPart(Struct, frozen=True, kw_only=True):
@@ -368,6 +368,8 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(raw, type=Setup)
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
+    limits.memory_bytes = setup.memory_bytes
+    limits.jail, limits.shown = "scoring.jail" if setup.jailed else "", "scoring.reward_path"
     find_in(setup.spec.path)
     try:
         scorer = build_reward(setup.spec)
@@ -398,7 +400,9 @@ def _answer(scorer: Scorer, samples: list[Sample], timeout_s: float) -> Scores:
     except RewardError as error:
         reason = str(error)
     except (Exception, SystemExit) as error:  # the guard of one unit: foreign code may raise anything
-        reason = f"the reward raised {type(error).__name__}: {error}"[:500]
+        reason = f"the reward raised {raised(error)}"[:700]
+        if isinstance(error, KeyError) and samples:
+            reason += f"; the entry has {', '.join(sorted(read_entry(samples[0].entry)))}"[:300]
     finally:
         faulthandler.cancel_dump_traceback_later()
     return Scores(results=[Failed(reason=reason) for _ in samples])

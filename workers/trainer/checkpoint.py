@@ -39,6 +39,9 @@ import structlog
 from transport.contracts.ledger import (
     FILE_NAME,
     META_FILE,
+    MODEL_FILES,
+    CheckpointMeta,
+    FileMark,
     Ledger,
     Seal,
     checkpoint_dirs,
@@ -50,6 +53,7 @@ from transport.contracts.settings import DataSettings, Settings
 from transport.contracts.types import WeightIdentity
 from transport.errors import DirectoryError, MessageError
 from transport.process import faults
+from transport.process.files import replace
 from transport.process.storage import Place, creating
 from transport.tensors.manifest import checksum_of, file_checksum
 from workers.errors import (
@@ -76,13 +80,6 @@ SEEN_S, SEEN_POLL_S = 10.0, 0.2
 """NFS shows a file that another host made within 3 s, as it is mounted by default (acregmin)."""
 
 
-class FileMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file must be to be trusted."""
-
-    nbytes: int
-    checksum: str
-
-
 @dataclass(frozen=True, slots=True)
 class TensorFile:
     """A file of tensors that is yet to be written. nbytes: of the tensors.  content: its bytes, from the first on."""
@@ -98,22 +95,6 @@ Gather = Callable[[bytes], list[bytes]]
 def alone(data: bytes) -> list[bytes]:
     """Gather of a process that has no peers."""
     return [data]
-
-
-class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """meta.json. epoch, version, digest: identity of the published weights.  cursor: last rounds-log entry contained.
-
-    fingerprint: setting -> value, of what a resumed run may not change.  format: of this file.
-    """
-
-    version: int
-    epoch: int
-    digest: str
-    cursor: str
-    source_position: str
-    fingerprint: dict[str, str]
-    files: dict[str, FileMark]
-    format: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +332,7 @@ class CheckpointStore:
             tensors = marks
             marks = marks | self._write_small(draft, saving, tensors)
             meta = msgspec.structs.replace(saving.meta, files=marks)
-            _write(draft / META_FILE, [msgspec.json.format(msgspec.json.encode(meta))])
+            _write(draft / META_FILE, [meta.to_bytes()])
             faults.point("train.checkpoint_written")
             self._placing.place(saving.plan.name)
         except (OSError, CheckpointError) as error:
@@ -452,7 +433,7 @@ def newest_model(
     while wanted := [p for p in checkpoint_dirs(directory) if p not in tried and version in (None, of(p))]:
         path = wanted[0]
         try:
-            meta = msgspec.json.decode((path / META_FILE).read_bytes(), type=CheckpointMeta)
+            meta = CheckpointMeta.from_bytes((path / META_FILE).read_bytes())
             for name in model_files(meta):
                 _check_mark(path / name, meta.files[name])
             return path, meta, load(path, model_files(meta))
@@ -510,7 +491,7 @@ def _tensor_files(meta: CheckpointMeta, name: str) -> list[str]:
 
 def _verified(path: Place, rank: int, num_ranks: int) -> Checkpoint:
     """Check what is small, the sizes of all files, and the bytes of this rank's share. Raises ValueError."""
-    meta = msgspec.json.decode((path / META_FILE).read_bytes(), type=CheckpointMeta)
+    meta = CheckpointMeta.from_bytes((path / META_FILE).read_bytes())
     if FILE_NAME not in meta.files or not (model_files(meta) and optimizer_files(meta)):
         raise ValueError(f"{META_FILE} does not name all files")
     for number, (name, mark) in enumerate(meta.files.items()):
@@ -530,6 +511,12 @@ def _verified(path: Place, rank: int, num_ranks: int) -> Checkpoint:
 def _check_mark(path: Place, mark: FileMark) -> None:
     if _mark(path) != mark:
         raise ValueError(f"{path.name} is not what was written")
+
+
+def mark_model(model: Path) -> None:
+    """Note beside the final model what its files of weights are, for the audit. Raises OSError."""
+    marks = {file.name: _mark(file) for file in sorted(model.glob("*.safetensors"))}
+    replace(model.parent / MODEL_FILES, msgspec.json.format(msgspec.json.encode(marks)))
 
 
 def _mark(path: Place) -> FileMark:

@@ -107,7 +107,10 @@ class RoundsReader:
                 try:
                     command = trainer_command_decoder.decode(entry.entry.payload)
                 except MessageError as error:  # not passed over, as an event is: the batch would be short unnoticed
-                    raise RoundsError(f"entry {entry.entry_id} of the rounds log is unreadable: {error}") from error
+                    raise RoundsError(
+                        f"entry {entry.entry_id} of the rounds log is unreadable: {error}. Keep others away from the "
+                        "broker; --resume takes it out"
+                    ) from error
                 groups = ()
                 if isinstance(command, TrainRound) and (wanted := self._my_rows(command)):
                     groups = await self._read_groups(wanted, command.batch)

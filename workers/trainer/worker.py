@@ -36,7 +36,7 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Broker, Fence
-from transport.contracts.ledger import Ledger, checkpoints_place
+from transport.contracts.ledger import CheckpointMeta, Ledger, checkpoints_place
 from transport.contracts.messages import (
     STARTING,
     CheckpointSaved,
@@ -63,12 +63,12 @@ from workers.leases.announce import ROLE, StepAnnouncer
 from workers.leases.lifecycle import Activity, BusyMeter
 from workers.trainer.checkpoint import (
     Checkpoint,
-    CheckpointMeta,
     CheckpointStore,
     Saving,
     Written,
     check_fingerprint,
     fingerprint,
+    mark_model,
 )
 from workers.trainer.learner import Learner, PieceDone, PromptGroup
 from workers.trainer.rounds_reader import RoundsReader
@@ -393,9 +393,19 @@ class TrainerWorker:
         path = await self._commit(saving)
         saved = saved_event(saving, path, self._clock.now_s() - started_s)
         self._doing = "saving the model"
-        await self._in_thread(lambda: self._learner.save_final(path, self._run_dir / "model"))
+        await self._in_thread(lambda: self._save_final(path))
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
         await self._broker.put_meta(DONE, entry_id.encode())
+
+    def _save_final(self, checkpoint: Place) -> None:
+        """Raises CheckpointError."""
+        model = self._run_dir / "model"
+        self._learner.save_final(checkpoint, model)
+        if model.is_dir():
+            try:
+                mark_model(model)
+            except OSError as error:
+                raise CheckpointError(model, 0, str(error)) from error
 
     async def _is_over(self, reader: RoundsReader) -> bool:
         """After FinishTraining, wait until the orchestrator has ended the run because of it; False: more follows.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import socket
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from workers.errors import FatalError
@@ -21,6 +26,9 @@ def import_function(name: str, what: str, hint: str, error: type[FatalError]) ->
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except ModuleNotFoundError as reason:
+        if reason.name not in (module_name, module_name.partition(".")[0]):  # its module is there, and imports another
+            advice = "install it in this Python, or mend the import"
+            raise error(f"{what} {name!r} cannot be imported: {raised(reason)}; {advice}") from reason
         raise error(f"{what} {name!r} cannot be imported: {reason} ({hint})") from reason
     except Exception as reason:  # the user's module may raise anything
         raise error(f"{what} {name!r} cannot be imported: {raised(reason)}; mend its module") from reason
@@ -30,10 +38,57 @@ def import_function(name: str, what: str, hint: str, error: type[FatalError]) ->
 
 
 def raised(error: BaseException) -> str:
-    """What user's code raised, and where."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = "" if isinstance(error, AttributeError | SyntaxError) else f", {frame.filename}:{frame.lineno}"
-    return f"{type(error).__name__}: {error}{where}"
+    """What user's code raised, where, and what of a jail or a limit may be why."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if not frame[0].startswith(("<", *NOT_THE_USERS))] or frames
+    where = "" if isinstance(error, AttributeError | SyntaxError) or not own else f", {own[-1][0]}:{own[-1][1]}"
+    return f"{type(error).__name__}: {error}{where}{_why(error)}"
+
+
+NOT_THE_USERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
+"""Directories whose files are libraries', or ours."""
+
+
+@dataclass(slots=True)
+class Limits:
+    """What this process may not do. jail: setting that turns the jail off, "" where there is none."""
+
+    jail: str = ""
+    shown: str = ""
+    memory_bytes: int = 0
+
+
+limits = Limits()
+"""Of this process, for the words of errors; a child that is confined says them once."""
+
+
+def _why(error: BaseException) -> str:
+    """What a jail hides, or a limit forbids, where ``error`` may come of that; "" elsewhere."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    if limits.memory_bytes and any(isinstance(one, MemoryError) for one in causes):
+        return f" (its process may take {limits.memory_bytes / 2**30:g} GiB of memory)"
+    if not limits.jail:
+        return ""
+    off = f'{limits.jail} = "off" runs it without a jail (docs/security.md)'
+    if any(isinstance(one, ConnectionError | socket.gaierror) or _errno(one) in NETWORK for one in causes):
+        return f" (it runs in a jail, which has no network; {off})"
+    if any(isinstance(one, FileNotFoundError | PermissionError) or _errno(one) == errno.EROFS for one in causes):
+        return (
+            f" (it runs in a jail, which hides all files but those of Python and of {limits.shown}, and lets it write "
+            f"to /tmp alone; {off})"
+        )
+    return ""
+
+
+NETWORK = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN)
+
+
+def _errno(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
 
 
 def find_in(path: str) -> None:

@@ -39,6 +39,9 @@ TERM_GRACE_S = 30
 TAKEN, GONE = 409, 404
 ROLE_OF_WORKER = "streamrl/role notin (broker,orchestrator,run)"
 
+IN_A_POD = "KUBERNETES_SERVICE_HOST"
+"""Set in every container of a cluster."""
+
 T = TypeVar("T")
 
 
@@ -48,6 +51,29 @@ class KubernetesUnavailableError(TransientError):
     def __init__(self, problem: str, status: int = 0) -> None:
         super().__init__(problem)
         self.status = status
+
+
+def check_image(settings: Settings) -> None:
+    """Raises ConfigError: no image is named."""
+    if not settings.launcher.image:
+        raise ConfigError(
+            "launcher.image: Kubernetes needs the image of all processes: name it with --set launcher.image=...",
+            key="launcher.image",
+        )
+
+
+def check_in_a_pod(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError: ``environ`` is not that of a pod."""
+    if IN_A_POD not in environ:
+        raise _in_no_pod()
+
+
+def _in_no_pod() -> ConfigError:
+    return ConfigError(
+        "launcher.kind: Kubernetes starts workers from a pod of its own, and this process is in none: print the "
+        "manifests with --dry-run, and apply them with kubectl apply -f -",
+        key="launcher.kind",
+    )
 
 
 class KubernetesLauncher:
@@ -79,19 +105,14 @@ class KubernetesLauncher:
     async def open(self, *, resume: bool) -> None:
         from kubernetes import client, config
 
-        if not self._settings.launcher.image:
-            raise ConfigError("launcher.image: Kubernetes needs the image of all processes", key="launcher.image")
+        check_image(self._settings)
         object_name(self._settings.run.name)
         configuration = client.Configuration(host=self._host) if self._host else None
         if configuration is None:
             try:
                 config.load_incluster_config()
             except config.ConfigException as error:
-                raise ConfigError(
-                    "launcher.kind: this process is in no pod; apply what this prints: run --launcher kubernetes "
-                    "--dry-run",
-                    key="launcher.kind",
-                ) from error
+                raise _in_no_pod() from error
         api = client.ApiClient(configuration)
         self._core, self._batch = client.CoreV1Api(api), client.BatchV1Api(api)
         try:

@@ -44,10 +44,22 @@ SAVE_S = 90
 """After the notice the run goes on for so long, in which a checkpoint follows the batch in training; then it stops."""
 NODE_FAILED = b"srun: error: Node failure"
 ALLOCATION = "SLURM_JOB_ID"
+PROGRAMS = ("srun", "squeue", "scancel", "sinfo")
 
 
 class SlurmUnavailableError(TransientError):
     """slurmctld did not answer, or not as it should."""
+
+
+def check_installed() -> None:
+    """Raises ConfigError: this machine has no Slurm."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        raise ConfigError(
+            f'launcher.kind: "slurm" needs {", ".join(missing)} in PATH on this machine: type the command on a login '
+            "node of the cluster, or print a batch script with --dry-run",
+            key="launcher.kind",
+        )
 
 
 class SlurmLauncher:
@@ -68,9 +80,7 @@ class SlurmLauncher:
         self._started: dict[str, SrunProcess] = {}
 
     async def open(self, *, resume: bool) -> None:
-        for program in ("srun", "squeue", "scancel"):
-            if shutil.which(program) is None:
-                raise ConfigError(f'launcher.kind: "slurm" needs {program} on this machine', key="launcher.kind")
+        check_installed()
         try:
             await self._check_partition()
             left = await self._jobs()
@@ -226,7 +236,12 @@ def _size(path: Path) -> int:
 
 async def _ask(*words: str) -> str:
     """What a command of Slurm prints. Raises SlurmUnavailableError."""
-    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE
+        )
+    except OSError as error:
+        raise SlurmUnavailableError(f"{words[0]} cannot be started: {error.strerror}") from error
     try:
         async with asyncio.timeout(ANSWER_S):
             out, errors = await process.communicate()

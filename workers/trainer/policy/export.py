@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from transport.contracts.ledger import META_FILE, CheckpointMeta
 from transport.contracts.settings import LoraSettings
 from transport.process import faults
 from transport.process.files import is_no_room
 from transport.process.storage import Place
 from workers.errors import CheckpointError, ModelError, NoCheckpointRoomError, TensorFileError
 from workers.models import INDEX_FILE, MODEL_FILE
-from workers.trainer.checkpoint import META_FILE, CheckpointMeta, model_files, shard_name
+from workers.trainer.checkpoint import model_files, shard_name
 from workers.trainer.policy import lora as lora_layers
 from workers.trainer.policy.loading import empty_module, open_weights, stored_names
 from workers.trainer.policy.stored import NAMES, StoredTensors, bytes_of
@@ -70,7 +71,7 @@ class Exporter:
     def write_checkpoint(self, checkpoint: Place, target: Path) -> None:
         """``write`` for the weights of a checkpoint. Raises CheckpointError."""
         try:
-            meta = msgspec.json.decode((checkpoint / META_FILE).read_bytes(), type=CheckpointMeta)
+            meta = CheckpointMeta.from_bytes((checkpoint / META_FILE).read_bytes())
             with closing(StoredTensors.open(checkpoint, model_files(meta))) as stored:
                 self.write(stored, target)
         except (OSError, msgspec.MsgspecError, ValueError, TensorFileError) as error:
