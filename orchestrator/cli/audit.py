@@ -30,7 +30,9 @@ from orchestrator.cli.audit_files import (
     check_final_model,
     check_held_out,
     check_lines,
+    check_requests,
     check_samples,
+    requests_line,
 )
 from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model import outbox
@@ -86,6 +88,7 @@ class AuditReport:
     """problems: empty when everything trained was trained exactly once.  batches, rows: how much was looked at.
 
     live: the run goes on, and what it did since is not in here.  notes: what could not be compared.
+    requests: of a service, which trains nothing, what was looked at.
     """
 
     problems: tuple[str, ...]
@@ -93,6 +96,7 @@ class AuditReport:
     rows: int
     live: bool = False
     notes: tuple[str, ...] = ()
+    requests: str = ""
 
 
 def up_to(log: RoundsLog, cut: str) -> RoundsLog:
@@ -332,22 +336,25 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
     if settings.has_critic:
         problems += check_critic(commanded, critic, passes=passes, finished=trained_version if finished else None)
     problems += check_steps(steps, checkpoint, finished=finished)
-    for what, place in places.items():
+    for what, place in places.items() if not live else ():  # a trainer at work removes those before the newest
         problems += check_checkpoints(place, what)
     problems += check_metrics(steps, metrics.lines, metrics.damaged) + recomputed.problems
     if not live:
         once = newest_epoch(rundir.journal) <= 1
         problems += check_lines(recomputed, metrics.lines, closed=closed_batches(commanded), exact=once)
         problems += check_held_out(rundir, settings, evaluated=any("eval" in line for line in recomputed.lines))
-    problems += check_samples(recomputed, samples)
+    problems += check_samples(recomputed, samples) + check_requests(recomputed)
     problems += check_final_model(rundir) if finished else []
     events = [(entry.entry_id, entry.entry.payload) async for entry in _entries(broker, keys.EVENTS)]
     problems += check_events(recomputed, events)
+    requests = requests_line(recomputed) if settings.trainer.engine == "none" else ""
     notes: list[str] = []
     if commanded and not held and not events and not live:
         said = "the broker holds nothing of this run: its records were not compared"
         (notes if settings.broker.url else problems).append(said)
-    return replace(report, problems=(*dict.fromkeys((*report.problems, *problems)),), notes=tuple(notes))
+    return replace(
+        report, problems=(*dict.fromkeys((*report.problems, *problems)),), notes=tuple(notes), requests=requests
+    )
 
 
 async def _entries(broker: Broker, stream: str) -> AsyncIterator[LogEntry]:

@@ -29,9 +29,19 @@ from transport.contracts.ledger import (
     Ledger,
     checkpoint_dirs,
 )
-from transport.contracts.messages import Command, Event, GroupScored, JournalRecord, StepDone, event_decoder
+from transport.contracts.messages import (
+    Command,
+    Event,
+    GroupScored,
+    JournalRecord,
+    PromptsSubmitted,
+    RolloutFinished,
+    SamplesTaken,
+    StepDone,
+    event_decoder,
+)
 from transport.contracts.settings import Settings
-from transport.contracts.types import GroupId
+from transport.contracts.types import GroupId, RowId, parse_row_id
 from transport.errors import MessageError
 from transport.process.storage import Place
 from transport.tensors.manifest import file_checksum
@@ -63,6 +73,7 @@ class Recomputed:
 
     lines: of metrics.jsonl.  steps: (incarnation, batch) in their order.  scores: of each group, as often as it was
     scored.  events: by the entry of the events log that each came from.  problems: of the journal itself.
+    submitted, taken: of a service, by number of the request.  generated: its samples.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -71,7 +82,10 @@ class Recomputed:
         self.scores: defaultdict[GroupId, list[GroupScored]] = defaultdict(list)
         self.events: dict[str, Event] = {}
         self.problems: list[str] = []
-        trains = settings.trainer.engine != "none"
+        self.submitted: dict[int, PromptsSubmitted] = {}
+        self.taken: dict[int, int] = {}
+        self.generated: set[RowId] = set()
+        trains = self._trains = settings.trainer.engine != "none"
         self._metrics = MetricsLog(
             Path(), trains=trains, passes=settings.trainer.epochs, held_out=settings.eval, write=self.lines.append
         )
@@ -91,6 +105,12 @@ class Recomputed:
             self.steps.append(event)
         elif isinstance(event, GroupScored):
             self.scores[event.group_id].append(event)
+        elif isinstance(event, PromptsSubmitted):
+            self.submitted.setdefault(event.request, event)
+        elif isinstance(event, SamplesTaken):
+            self.taken[event.request] = max(event.upto, self.taken.get(event.request, 0))
+        elif isinstance(event, RolloutFinished) and not self._trains:
+            self.generated.add(event.row_id)
 
     @property
     def cursor(self) -> str:
@@ -175,6 +195,31 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, int | float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
     return one == other
+
+
+def check_requests(recomputed: Recomputed) -> list[str]:
+    """Every sample of a service is one that a request asked for, and no reader has more than it asked for."""
+    problems: list[str] = []
+    for row in sorted(recomputed.generated):
+        name, sample = parse_row_id(row)
+        number, index = map(int, name.split("/"))
+        asked = recomputed.submitted.get(number)
+        if asked is None or index >= len(asked.prompts) or sample >= asked.group_size:
+            problems.append(f"journal: sample {row} was generated, and no request asked for it")
+    for number, taken in sorted(recomputed.taken.items()):
+        asked = recomputed.submitted.get(number)
+        if asked is not None and taken > len(asked.prompts) * asked.group_size:
+            problems.append(f"journal: {taken} samples of request {number} were taken, more than it asked for")
+    return _first(problems)
+
+
+def requests_line(recomputed: Recomputed) -> str:
+    """How much of a service was looked at."""
+    asked = sum(len(one.prompts) * one.group_size for one in recomputed.submitted.values())
+    return (
+        f"{len(recomputed.submitted)} requests for {asked} samples, {len(recomputed.generated)} generated, "
+        f"{sum(recomputed.taken.values())} taken by their readers"
+    )
 
 
 def check_samples(recomputed: Recomputed, samples: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -116,6 +116,11 @@ def _print_audit(console: Console, report: AuditReport) -> int:
         console.print(f"note: {note}", markup=False)
     live = f"; the run goes on, checked up to batch {report.batches}" if report.live else ""
     clean = f"clean: every row of every trained batch was trained exactly once{live}"
+    if report.requests:  # a service
+        clean = "clean: every sample is one that a request asked for"
+        verdict = "FAILED" if report.problems else clean
+        console.print(f"audit {verdict} ({report.requests})", markup=False)
+        return 1 if report.problems else 0
     verdict = "FAILED" if report.problems else clean
     console.print(f"audit {verdict} ({report.batches} batches, {report.rows} rows)", markup=False)
     return 1 if report.problems else 0

@@ -351,7 +351,7 @@ class TableView:
         said.highlight_regex(r"^batch +\S+", "dim")
         said.highlight_regex(r"reward \S+", "bold green")
         said.highlight_regex(r"no signal \S+|cut \S+", "yellow")
-        said.highlight_regex(r"\S+( min \S+)? (s|min) left", "cyan")
+        said.highlight_regex(r"(\d+ h )?\d+ (min|s)( \d+ s)? left", "cyan")
         said.highlight_regex(r"loss .*", "dim")
         self._console.print(said)
 
@@ -379,7 +379,8 @@ def _headline(status: Mapping[str, Any], left_s: float | None) -> list[Text]:
         f"  {how_far(status)}  ",
         *(bar if status.get("num_requests") is None else ()),
         f"  {duration(status.get('elapsed_s', 0.0))}",
-        (f", {duration(left_s)} left" if left_s is not None else "", "cyan"),
+        ", " if left_s is not None else "",
+        (f"{duration(left_s)} left" if left_s is not None else "", "cyan"),
     )
     stages = ("pending", "running", "scoring", "ready", "rounds_outstanding")
     groups = "  ".join(f"{name.replace('_', ' ')} {status[name]}" for name in stages if name in status)

@@ -15,7 +15,9 @@ from orchestrator.cli.audit_files import (
     check_events,
     check_final_model,
     check_lines,
+    check_requests,
     check_samples,
+    requests_line,
 )
 from orchestrator.config.run_directory import RunDir
 from tests.fakes.saved_together import META
@@ -25,12 +27,15 @@ from transport.contracts.messages import (
     GroupRows,
     GroupScored,
     JournalRecord,
+    PromptRef,
+    PromptsSubmitted,
+    SamplesTaken,
     StepDone,
     TrainRound,
     encode,
 )
 from transport.contracts.settings import Settings
-from transport.contracts.types import GroupId, WeightIdentity
+from transport.contracts.types import GroupId, PromptId, RowId, WeightIdentity
 from transport.tensors.manifest import file_checksum
 
 
@@ -64,16 +69,16 @@ def test_lines_of_metrics_are_what_the_journal_says():
     assert said(lines) == ""
     lines[1] |= {"reward": 0.75}
     assert "batch 1 of the trainer's incarnation 1 says reward 0.75, by the journal it is 0.5" in said(lines)
-    lines[1] = history().lines[1] | {"loss": 0.4}
+    lines[1] = dict(history().lines[1]) | {"loss": 0.4}
     assert "says loss 0.4, by the journal it is 0.5" in said(lines)
-    lines = [*history().lines]
+    lines = [dict(line) for line in history().lines]
     assert "batch 1 of the trainer's incarnation 1 has a second line" in said([*lines, lines[1]])
     assert "batch 0 of the trainer's incarnation 1 stands after that of a later" in said([lines[1], lines[0], lines[2]])
     assert "batch 9 of the trainer's incarnation 1, which was never trained" in said([*lines, lines[0] | {"batch": 9}])
 
 
 def test_a_line_that_an_orchestrator_wrote_from_less_after_a_restart_is_no_damage():
-    short = [line | {"groups_trained": 0, "reward": 0.1} for line in history().lines]
+    short = [dict(line) | {"groups_trained": 0, "reward": 0.1} for line in history().lines]
     assert said(short, exact=False) == ""
     assert "says version 7" in said([short[0] | {"version": 7}, *short[1:]])
     assert "says groups_trained 0" in said(short)
@@ -95,6 +100,26 @@ def test_a_journal_that_was_rewritten_differs_from_the_events_of_the_broker():
 def test_a_sample_has_the_reward_that_it_got():
     kept = [{"row": "1/0/0", "reward": 1.0}, {"row": "1/0/1", "reward": 9.0}, {"row": "7/0/1", "reward": 9.0}]
     assert check_samples(history(), kept) == ["samples.jsonl: sample 1/0/1 has reward 9.0, by the journal it is 0.0"]
+
+
+def test_a_service_is_checked_by_its_requests():
+    recomputed = Recomputed(msgspec.convert({"trainer": {"engine": "none"}}, Settings))
+    prompts = (PromptRef(prompt_id=PromptId("1/0"), prompt_tokens=1, predicted_tokens=1.0),)
+    events: list[Event] = [
+        PromptsSubmitted(request=1, prompts=prompts, group_size=2),
+        SamplesTaken(request=1, upto=1),
+    ]
+    for seq, event in enumerate(events, start=1):
+        recomputed.add(JournalRecord(seq=seq, now_s=float(seq), event=event), [])
+    recomputed.generated |= {RowId("1/0/0"), RowId("1/0/1")}
+    assert check_requests(recomputed) == []
+    assert requests_line(recomputed) == "1 requests for 2 samples, 2 generated, 1 taken by their readers"
+    recomputed.generated.add(RowId("2/0/0"))
+    recomputed.taken[1] = 3
+    assert check_requests(recomputed) == [
+        "journal: sample 2/0/0 was generated, and no request asked for it",
+        "journal: 3 samples of request 1 were taken, more than it asked for",
+    ]
 
 
 @pytest.fixture
