@@ -24,7 +24,7 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -270,12 +270,16 @@ def is_same(answer: str, right: str) -> bool:
         parts = [sorted(re.split(r",? and |, ", text.strip(" .'\"").casefold())) for text in (answer, right)]
         return parts[0] == parts[1]
     try:
-        numbers = [float(re.sub(r"[,$%°\s]", "", text)) for text in (answer, right)]
+        numbers = [float(re.sub(r"[,%]", "", text)) for text in plain]
     except ValueError:
         return False
     decimals = len(right.strip("°% ").partition(".")[2])
     rounded = decimals > 1 and math.isclose(round(numbers[0], decimals), numbers[1], rel_tol=1e-9)
     return rounded or math.isclose(*numbers, rel_tol=1e-6)
+
+
+def is_any(answer: str, rights: Iterable[str]) -> bool:
+    return any(is_same(answer, right) for right in rights)
 
 
 RESPONSES = ("Answer: {}", "Answer: \\boxed{{{}}}", "It is easy.\n\nAnswer: ${}$")
@@ -333,7 +337,8 @@ def _grade(connection: Connection, answers: Answers, seed: int, rows: int, forms
                     signal.setitimer(signal.ITIMER_PROF, 0.0)
                 cpu_s = (time.process_time() - began_s) / len(forms)
                 paid = value >= 1.0
-                connection.send(("done", row, answer, right, cpu_s, paid, paid and is_same(answer, right)))
+                rights = (right, *entry["metadata"].get("valid_answers", ()))  # of n_queens: all solutions
+                connection.send(("done", row, answer, right, cpu_s, paid, paid and is_any(answer, rights)))
         connection.send(("end",))
 
 
