@@ -274,7 +274,10 @@ class Grader:
     def _hold(self) -> list[tuple[str, float, int, int]]:
         """Look at all processes, and end them where together they are over a limit."""
         _reap()
-        processes = _others()
+        if (names := _names()) and len(names) > self._job["processes"]:  # before their files, of a fork bomb's thousands
+            self._kill("processes")
+            return []
+        processes = _others(names)
         if sum(one[3] for one in processes) > self._job["processes"]:
             self._kill("processes")
         elif sum(one[2] for one in processes) > self._job["memory_bytes"]:
@@ -302,13 +305,15 @@ def _reap() -> None:
         pass
 
 
-def _others() -> list[tuple[str, float, int, int]]:
-    """(state, CPU seconds, resident bytes, threads) of every other process of the jail, ended ones that nobody waited
-    for too."""
+def _names() -> list[str]:
+    """The numbers of all other processes of the jail, ended ones that nobody waited for too."""
+    return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _others(names: list[str]) -> list[tuple[str, float, int, int]]:
+    """(state, CPU seconds, resident bytes, threads) of each of these processes."""
     found: list[tuple[str, float, int, int]] = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or name == "1":
-            continue
+    for name in names:
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
