@@ -192,7 +192,8 @@ def simulate(
 def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Pool]:
     """(those that generate, those that train), the same where they are colocated. Raises ConfigError."""
     usual = ("40xH800", "88xH800") if profile is None else (f"1x{NAME}",) * 2
-    if bool(generate) != bool(train):
+    measured = any(NAME in given for given in (generate, train))  # of one machine, which its profile names
+    if profile is None and not measured and bool(generate) != bool(train):
         named, other, do = ("--generate", "--train", "train") if generate else ("--train", "--generate", "generate")
         both = "; or those that generate train too: --train colocated --pipeline serial" if generate else ""
         example = f"{other} {generate or (train if train != COLOCATED else usual[0])}"

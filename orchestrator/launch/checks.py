@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from orchestrator.config.run_directory import RunDir
+from orchestrator.core.model.settings import MAX_ANSWERS, answers_of_evaluation
 from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode
 from orchestrator.http import check_endpoint, check_listening
 from orchestrator.launch.ownership import check_name
@@ -47,8 +48,6 @@ PREPARING_S = 60.0
 """Between two words on a preparation that goes on."""
 NOTE = "note: "
 """Beginning of a remark, also in what a worker prints that prepares a model."""
-MAX_ANSWERS = 16_384
-"""Answers of one evaluation: one message of MAX_MESSAGE_BYTES names the prompts of all, 512 bytes each at most."""
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
@@ -85,11 +84,11 @@ def check_evaluation(settings: Settings, held_out: Iterable[Problem]) -> None:
     """Raises DataError: an evaluation within the run asks for more answers than ``MAX_ANSWERS``."""
     asked = eval_sets(settings)
     answers = sum(asked[problem.eval_set].samples for problem in held_out)
-    if (settings.eval.every or (settings.eval.ends and settings.eval.sets)) and answers > MAX_ANSWERS:
+    if settings.eval.every and answers > MAX_ANSWERS:
         raise DataError(
             f"eval.every: one evaluation asks for {answers} answers (problems times samples of all sets), and a run "
             f"takes {MAX_ANSWERS} at most: lower eval.problems or samples of [eval.sets], or set eval.every=0 and "
-            "eval.ends=false and ask all of them when the run is over (streamrl-worker evaluate)"
+            "ask all of them when the run is over (streamrl-worker evaluate)"
         )
 
 
@@ -116,6 +115,11 @@ def remarks(settings: Settings, problems: Problems) -> list[str]:
     if problems.repeated:
         rows = "1 row repeats" if problems.repeated == 1 else f"{problems.repeated} rows repeat"
         said.append(f"{rows} the prompt of another row of the training data")
+    if settings.eval.ends and settings.eval.sets and (answers := answers_of_evaluation(settings)) > MAX_ANSWERS:
+        said.append(
+            f"[eval.sets] ask for {answers} answers, and an evaluation within a run takes {MAX_ANSWERS} at most: neither "
+            "the untrained nor the trained model is asked in the run (streamrl-worker evaluate asks them after it)"
+        )
     counts = Counter(problem.part for problem in problems.training)
     shares = {name: part.weight for name, part in settings.data.mix.items()} or {"": 1.0}
     for name, weight in shares.items():

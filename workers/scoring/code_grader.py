@@ -274,7 +274,9 @@ class Grader:
     def _hold(self) -> list[tuple[str, float, int, int]]:
         """Look at all processes, and end them where together they are over a limit."""
         _reap()
-        if (names := _names()) and len(names) > self._job["processes"]:  # before their files, of a fork bomb's thousands
+        if (names := _names()) and len(names) > self._job[
+            "processes"
+        ]:  # before their files, of a fork bomb's thousands
             self._kill("processes")
             return []
         processes = _others(names)

@@ -89,6 +89,8 @@ def decode_cost_of(cost: DecodeCostSettings) -> DecodeCost:
     return DecodeCost(**named)
 
 
+MAX_ANSWERS = 16_384
+"""Of one evaluation within a run: one message of MAX_MESSAGE_BYTES names the prompts of all, 512 bytes each at most."""
 END_PROBLEMS = 64
 """Held-out problems of an evaluation of the first and the last weights where nothing else is asked for."""
 
@@ -213,7 +215,10 @@ def core_settings(settings: Settings) -> CoreSettings:
         "scaling": scaling if low < high else None,
         "fp8": precision_settings(generation),
         "eval_problems": (answers := answers_of_evaluation(settings)),
-        "eval_ends": settings.eval.ends and answers > 0 and trainer.engine != "none" and not settings.endpoint.enabled,
+        "eval_ends": settings.eval.ends
+        and 0 < answers <= MAX_ANSWERS
+        and trainer.engine != "none"
+        and not settings.endpoint.enabled,
     }
     wanted = {field.name for field in msgspec.structs.fields(CoreSettings)}
     return CoreSettings(**{name: value for name, value in (named | derived).items() if name in wanted})
