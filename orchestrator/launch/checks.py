@@ -117,8 +117,8 @@ def remarks(settings: Settings, problems: Problems) -> list[str]:
         said.append(f"{rows} the prompt of another row of the training data")
     if settings.eval.ends and settings.eval.sets and (answers := answers_of_evaluation(settings)) > MAX_ANSWERS:
         said.append(
-            f"[eval.sets] ask for {answers} answers, and an evaluation within a run takes {MAX_ANSWERS} at most: neither "
-            "the untrained nor the trained model is asked in the run (streamrl-worker evaluate asks them after it)"
+            f"[eval.sets] ask for {answers} answers, and an evaluation within a run takes {MAX_ANSWERS} at most: "
+            "neither the untrained nor the trained model is asked in the run (streamrl-worker evaluate does it later)"
         )
     counts = Counter(problem.part for problem in problems.training)
     shares = {name: part.weight for name, part in settings.data.mix.items()} or {"": 1.0}
