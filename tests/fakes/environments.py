@@ -57,7 +57,7 @@ class Unpaid(Echo):
 class AsTold(Echo):
     """Does what the turn says: crash, hang, raise, ...; with a file ``once``, only while that is not there.
 
-    always: what it does whatever the turn says.
+    always: what it does whatever the turn says, but at the trial before a run, whose tokens are the bytes of a turn.
     """
 
     def __init__(self, once: str = "", always: str = "", **params: Any) -> None:
@@ -70,7 +70,7 @@ class AsTold(Echo):
             return super().step(text, tokens)
         if self._once and text in ("crash", "hang", "raise"):
             Path(self._once).touch()
-        match self._always or text:
+        match text if tuple(tokens) == tuple(text.encode()) else self._always or text:
             case "crash":
                 os._exit(3)
             case "hang":
