@@ -5,6 +5,7 @@ Generation and training are emulated: what is tested is who joins, with which we
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -57,7 +58,8 @@ def test_workers_join_and_leave_in_mid_run(tmp_path: Path):
         assert not [stream for stream in alone["queues"] if stream.startswith(("plans:", "control:", "rounds"))]
         assert alone["wait"]["waits_for"] == "a trainer to join"
 
-        assert "batch 1/" in place.words(), "a line a batch, as run prints"
+        said = (tmp_path / "serve-one.log").read_text()
+        assert re.search(r"^batch +1/", said, re.MULTILINE), "a line a batch, as run prints"
         place.drain("one")
         for name in ("one-score-0", "one-train-0", "one-generate-1"):
             assert place.processes[name].wait(timeout=30) == 0, place.words()
