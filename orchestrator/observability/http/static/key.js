@@ -32,17 +32,21 @@ export const wasRefused = () => refused;
 
 /** The JSON that the server answers. Throws an Error that says why there is none. */
 export async function ask(path, method = "GET") {
-  const headers = { Authorization: `Bearer ${key}` };
+  const asked = key;
+  const headers = { Authorization: `Bearer ${asked}` };
   let response;
   try {
     response = await fetch(path, { method, cache: "no-store", headers, signal: AbortSignal.timeout(ANSWER_MS) });
   } catch {
     throw new Error("no answer from this address");
   }
-  refused = response.status === 401;
-  if (refused) {
-    key = "";
-    sessionStorage.removeItem(NAME);
+  const unknown = response.status === 401;
+  if (asked === key) refused = unknown; // a late answer to the key before says nothing of a new one
+  if (unknown) {
+    if (asked === key) {
+      key = "";
+      sessionStorage.removeItem(NAME);
+    }
     throw new Error("the key is not this run's");
   }
   const answer = await response.json().catch(() => ({}));
