@@ -63,13 +63,13 @@ ALWAYS_SAME = (
     "eval_problems",
     "eval_answered",
 )
-"""Of a line, what does not depend on when an orchestrator was started again."""
+"""Keys of a line that do not depend on when an orchestrator was started again."""
 MAX_NAMED = 5
 """Problems of one kind that are named; the others are counted."""
 
 
 class Recomputed:
-    """What the journal says of the other records, gathered while it is replayed.
+    """Contents of the other records according to the journal, gathered while it is replayed.
 
     lines: of metrics.jsonl.  steps: (incarnation, batch) in their order.  scores: of each group, as often as it was
     scored.  events: by the entry of the events log that each came from.  problems: of the journal itself.
@@ -114,7 +114,7 @@ class Recomputed:
 
     @property
     def cursor(self) -> str:
-        """Of the last event, on the events log."""
+        """Position of the last event on the events log."""
         return self._before.cursor if self._before is not None else ""
 
 
@@ -170,7 +170,7 @@ def check_lines(recomputed: Recomputed, lines: Sequence[Mapping[str, Any]], *, c
 
 
 def _key(line: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a batch, its incarnation of the trainer and itself; of an evaluation, a place that no batch has."""
+    """Incarnation of the trainer and batch; for an evaluation a pair that no batch has."""
     return (line.get("incarnation", 0), line["batch"]) if "batch" in line else (-1, line["eval"])
 
 

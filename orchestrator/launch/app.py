@@ -115,6 +115,7 @@ from transport.process.clock import Clock, MonotonicClock
 from transport.process.http import run_key, serve_http
 from transport.process.programs import command, configure_logs, ending_signals, leave_terminal
 from transport.process.secret import secrets_env
+from transport.process.tasks import beside
 from transport.rows.run_rows import open_rows
 from transport.tensors.base import is_loopback
 from transport.tensors.shm import segment_directories, sweep_stale
@@ -265,12 +266,8 @@ async def _showing(console: RunConsole, settings: Settings, claim: RunClaim) -> 
 
     try:
         await broker.join_run(claim.run_id)
-        showing = asyncio.create_task(show(), name="show the run")
-        try:
+        async with beside(show(), name="show the run"):
             yield
-        finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
         await console.show(broker)
     finally:
         await broker.close()

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from transport.broker.base import Broker, RunClaim
 from transport.broker.ownership import may_take
 from transport.errors import OtherRunError, RunExistsError, StreamError
 from transport.process.files import replace, writing
+from transport.process.tasks import beside
 from transport.tensors.base import host_id
 
 log = structlog.get_logger(__name__)
@@ -94,10 +96,6 @@ def claim_of(rundir: RunDir, run_id: str, start: str) -> RunClaim:
 Writing = Callable[[Callable[[], Awaitable[object]]], Awaitable[None]]
 
 
-async def _written_once(write: Callable[[], Awaitable[object]]) -> None:
-    await write()
-
-
 async def check_name(broker: Broker, rundir: RunDir) -> None:
     """Change nothing. Raises RunExistsError (OtherRunError): the next start would not get its name."""
     known = read_identity(rundir)
@@ -106,7 +104,7 @@ async def check_name(broker: Broker, rundir: RunDir) -> None:
 
 
 async def take_name(
-    broker: Broker, rundir: RunDir, *, exclusive: bool = False, written: Writing = _written_once
+    broker: Broker, rundir: RunDir, *, exclusive: bool = False, written: Writing | None = None
 ) -> RunClaim:
     """Claim the name for a new start of the run in ``rundir``, which is locked. Of starts at one instant one gets it.
 
@@ -116,7 +114,8 @@ async def take_name(
     """
     claim, former = note_start_id(rundir)
     after = await _may_take(broker, rundir, claim, former, exclusive=exclusive)
-    await written(lambda: broker.hold_run(claim, after=after))
+    hold = partial(broker.hold_run, claim, after=after)
+    await (written(hold) if written is not None else hold())
     return claim
 
 
@@ -142,12 +141,10 @@ async def holding(broker: Broker, claim: RunClaim) -> AsyncGenerator[None]:
     A broker that is away, or a name that is another run's by now, ends no block: whatever else is asked of that broker
     says so.
     """
-    renewing = asyncio.create_task(_renew(broker, claim), name="renew the run's claim")
     try:
-        yield
+        async with beside(_renew(broker, claim), name="renew the run's claim"):
+            yield
     finally:
-        renewing.cancel()
-        await asyncio.gather(renewing, return_exceptions=True)
         with suppress(StreamError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await broker.leave_run()

@@ -259,11 +259,8 @@ class Supervisor:
         )
         stack.push_async_callback(broker.close)
         exclusive = self._server is not None
-        if self._resume:
-            written = partial(self._until_written, broker)
-            taking = take_name(broker, self._rundir, exclusive=exclusive, written=written)
-        else:
-            taking = take_name(broker, self._rundir, exclusive=exclusive)
+        written = partial(self._until_written, broker) if self._resume else None
+        taking = take_name(broker, self._rundir, exclusive=exclusive, written=written)
         claim = await self._until_stopped(taking)
         stack.push_async_exit(partial(self._free_name, broker))
         await stack.enter_async_context(holding(broker, claim))

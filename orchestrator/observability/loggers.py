@@ -39,6 +39,7 @@ from transport.contracts.settings import Settings
 from transport.errors import StreamError
 from transport.process.files import replace
 from transport.process.programs import command, ending_with_this_process, python_module
+from transport.process.tasks import beside
 
 log = structlog.get_logger(__name__)
 
@@ -177,12 +178,10 @@ async def logging_metrics(
             feed.put(lines.read())
             await asyncio.sleep(POLL_S)
 
-    follower = asyncio.create_task(follow(), name="loggers")
     try:
-        yield
+        async with beside(follow(), name="loggers"):
+            yield
     finally:
-        follower.cancel()
-        await asyncio.gather(follower, return_exceptions=True)
         feed.put(lines.read())
         await feed.close()
 

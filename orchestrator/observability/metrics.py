@@ -324,7 +324,7 @@ class Repeats:
         self._first: dict[str, str] = {}
 
     def said(self, warning: str) -> str:
-        """What is to be said of one more ``warning``; "" where it was said often enough."""
+        """Words for one more ``warning``; "" where it was said often enough."""
         kind = re.sub(r"\d[\d.]*", "#", warning)
         self._first.setdefault(kind, warning)
         self._counts[kind] += 1

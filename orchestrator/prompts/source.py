@@ -189,7 +189,7 @@ class ShuffledSource:
         """passes: passes before it is exhausted; 0: it never is."""
         self.problems = problems
         self.remarks: tuple[str, ...] = ()
-        """What a user should know of these prompts, a sentence each."""
+        """Sentences that a user should read about these prompts."""
         self._encoder = encoder
         self._seed = seed
         self._shuffle = shuffle

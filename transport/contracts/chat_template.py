@@ -143,7 +143,7 @@ class ChatTemplate:
         blamed: Sequence[ChatMessage] | None = None,
         answered: bool = False,
     ) -> str:
-        """What the template makes of the messages, whatever it leaves out. Raises TemplateError: it refuses them.
+        """Text that the template makes of the messages, whatever it leaves out. Raises TemplateError: it refuses them.
 
         answered: the last message is the assistant's, and no further turn of it begins.
         """
@@ -225,7 +225,7 @@ class ChatTemplate:
         return None
 
     def leaves_out(self, message: ChatMessage) -> str:
-        """What is wrong where ``message`` is left out, and what to do."""
+        """Error text for a ``message`` that is left out, with what to do."""
         role = str(message.get("role"))
         beside = ", beside a call of a tool" if message.get("tool_calls") else ""
         return (

@@ -37,6 +37,10 @@ class Seal(Struct, frozen=True, kw_only=True):
     files: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 
 
+EVALUATED = "evaluated.jsonl"
+"""File of a run's directory: a line for each of its models that was evaluated by hand, with keys of metrics.jsonl."""
+
+
 class FileMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a file must be to be trusted."""
 

@@ -19,6 +19,7 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
+from transport.contracts.ledger import EVALUATED
 from transport.contracts.pass_at_k import pass_rates
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, SamplingParams, Struct
@@ -70,14 +71,12 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 TOKENS = "response_tokens"
-EVALUATED = "evaluated.jsonl"
-"""Of the run's directory: a line for each model of it that was evaluated by hand, with the keys of metrics.jsonl."""
 METRICS = "metrics.jsonl"
 
 
 WORDS = ("base", "final", "checkpoint")
 PREFIXES = ("random", "package")
-"""Of models that model.path names so."""
+"""Beginnings of the models that model.path names so."""
 
 
 def evaluate_run(

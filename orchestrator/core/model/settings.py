@@ -90,7 +90,7 @@ def decode_cost_of(cost: DecodeCostSettings) -> DecodeCost:
 
 
 MAX_ANSWERS = 16_384
-"""Of one evaluation within a run: one message of MAX_MESSAGE_BYTES names the prompts of all, 512 bytes each at most."""
+"""Answers of one evaluation in a run: one message of MAX_MESSAGE_BYTES names all prompts, 512 bytes each at most."""
 END_PROBLEMS = 64
 """Held-out problems of an evaluation of the first and the last weights where nothing else is asked for."""
 

@@ -81,7 +81,7 @@ class Worker(msgspec.Struct, kw_only=True):
             self.aside_s = now_s if self.aside_s is None else self.aside_s
 
     def may_load_again(self) -> None:
-        """What failed before does not count any more."""
+        """Forget the loads that failed before."""
         self.load_failures, self.load_problem, self.refused_s = 0, "", None
         self.retry_at_s, self.aside_s = 0.0, None
 

@@ -141,7 +141,7 @@ class StatusBoard:
         self._asked_s = -math.inf
         self.latest: dict[str, Any] = {}
         self.remarks: tuple[str, ...] = ()
-        """What a user should know of the run's prompts, a sentence each."""
+        """Sentences that a user should read about the run's prompts."""
         self.num_lost = 0
         self.failed: dict[str, dict[str, Any]] = {}
         """"samples" (an engine's, or an environment's) and "scores": attempts that failed, why the last one did."""

@@ -29,6 +29,7 @@ from orchestrator.observability.report.bubbles import Cause, Usage, bubbles_by_b
 from orchestrator.observability.report.spans import Mark, Timeline, build_timeline
 from orchestrator.observability.samples import SAMPLES, read_samples
 from orchestrator.observability.standing import Standing, State, read_standing
+from transport.contracts.ledger import EVALUATED
 from transport.contracts.messages import Event, GroupScored, JournalRecord, TrainerReady, WorkerJoined
 from transport.contracts.types import WorkerKind, is_evaluation
 
@@ -161,7 +162,6 @@ def newest_records(journal: Path, *, most: int = MAX_EVENTS) -> Iterator[Journal
 
 # --- what one wants to know first -------------------------------------------------------------------------------------
 
-EVALUATED = "evaluated.jsonl"  # what streamrl-worker evaluate leaves of the run's own models
 NOT_COMPARED = ("run.name", "run.dir", "broker.url", "broker.password")
 MAX_NAMED = 8  # batches
 KINDS = {State.FINISHED: "good", State.FAILED: "bad", State.CRASHED: "bad"}
