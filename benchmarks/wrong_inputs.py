@@ -982,12 +982,12 @@ def third_user() -> Iterator[Case]:
     yield setting("generation.gpus=[0,1]", "0,2-3")
     yield setting("data.shuffle=False", "False", "false")
     yield setting("data.system=None", "None", "leave it out")
-    yield setting("run.batches=1e3", "1e3", "whole number")
+    yield setting("run.batches=1e3", "whole number", "did you mean 1000?")
     yield case(
         "blanks around =",
         "o run --preset tiny --set pipeline.group_size = 8",
-        "pipeline.group_size",
-        "section.key=value",
+        "= 8",
+        "--set SECTION.KEY=VALUE, without blanks",
     )
     yield case("a file for a preset", "o run --preset mine.toml", "mine.toml", "--config", files={"mine.toml": ""})
     yield case("a preset for a file", "o run --config tiny", "tiny", "--preset tiny")
@@ -1019,17 +1019,22 @@ def third_user() -> Iterator[Case]:
     yield case(
         "resume to fewer batches than there are",
         "o run --resume --name r --dir . --set run.batches=1 --plain",
-        *("run.batches", "2"),
+        *("finished", "nothing was changed"),
+        code=0,
         prepare=_copied(lambda run: None),
     )
     yield case("compare a run with itself", "o compare {s}/runs/done {s}/runs/done/", "runs/done", "twice")
-    yield case("batches that were not trained", "o timeline {s}/runs/done --batches 9-16", "9-16", "2")
-    yield case("a part of a run", "o inspect {s}/runs/done/journal", "holds no run", "inspect {s}/runs/done")
+    yield case("batches that were not trained", "o timeline {s}/runs/done --batches 9-16", "9 to 16", "batches 1 to 2")
+    yield case("a part of a run", "o inspect {s}/runs/done/journal", "holds no run", "give {s}/runs/done")
     yield case("logs of no process", "o logs {s}/runs/done trainer", "trainer", "train-0")
     yield case("a report as PDF", "o report {s}/runs/done --out report.pdf", "report.pdf", ".html")
-    yield case("the live page for a run", "o inspect http://127.0.0.1:{port}/#key=abc", "http://127.0.0.1", "directory")
+    yield case(
+        "the live page for a run", "o inspect http://127.0.0.1:{port}/#key=abc", "the address of its page", "directory"
+    )
     yield case("runs of no directory", "o list --dir absent", "absent")
-    yield case("a checkpoint that is not there", "w export --run-dir {s}/runs/done --out o --checkpoint 99", "99", "2")
+    yield case(
+        "a checkpoint of an emulated run", "w export --run-dir {s}/runs/done --out o", "trained no model", "emulated"
+    )
     yield case(
         "an alphabet that lacks our signs",
         "o inspect {s}/runs/done",
@@ -1055,7 +1060,7 @@ def third_user() -> Iterator[Case]:
         *("conversations", "data.prompt_column"),
     )
     yield rows("rows as Python prints them", "{'prompt': '2+2', 'answer': '4'}\n", "double quotes")
-    yield case("rows in a bucket", f"{jsonl} data.path=s3://mine/rows.jsonl", "s3://mine/rows.jsonl", "a file")
+    yield case("rows in a bucket", f"{jsonl} data.path=s3://mine/rows.jsonl", "s3://mine/rows.jsonl", "copy it here")
     yield case(
         "a page of the hub",
         "o run --preset tiny --set scoring.reward= --set data.source=hf "
@@ -1067,17 +1072,17 @@ def third_user() -> Iterator[Case]:
     yield rows(
         "a last message of the assistant",
         '{"prompt": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}], "answer": "4"}\n',
-        *("assistant", "rows.jsonl:1"),
+        *("assistant", "row 1"),
     )
     yield rows(
         "an image in a message",
         '{"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "answer": "4"}\n',
-        *("rows.jsonl:1", "text"),
+        *("row 1", "text"),
     )
     yield rows(
         "a column within a text",
         '{"prompt": "2+2", "reward_model": "rule"}\n',
-        *("reward_model.ground_truth", "rows.jsonl:1"),
+        *("reward_model.ground_truth", "row 1"),
         more="--set data.answer_column=reward_model.ground_truth",
     )
     yield case(
@@ -1086,11 +1091,10 @@ def third_user() -> Iterator[Case]:
         *("rows.jsonl", "pipe", "file"),
         prepare=lambda here, shared: os.mkfifo(here / "rows.jsonl"),
     )
-    yield rows(
+    yield case(
         "a chat template's argument of another model",
-        ROWS,
-        "enable_thinking",
-        more="--set data.chat_template_kwargs={enable_thinking=false}",
+        "o run --preset tiny --set data.chat_template_kwargs={enable_thinking=false}",
+        *("data.chat_template_kwargs", "enable_thinking"),
         loads=True,
     )
     # rewards and environments
@@ -1153,7 +1157,7 @@ def third_user() -> Iterator[Case]:
     yield case(
         "an adapter for a model",
         f"{model}m",
-        *("adapter", "base model"),
+        *("adapter_config.json", "merge"),
         files={"m/adapter_config.json": '{"peft_type": "LORA"}', "m/adapter_model.safetensors": b""},
         loads=True,
     )
@@ -1186,14 +1190,13 @@ def third_user() -> Iterator[Case]:
         *("generation.max_context", "sampling.max_new_tokens"),
     )
     yield case(
-        "fewer workers at most than at least",
-        f"{contradiction} generation.min_workers=4 --set generation.max_workers=2",
-        *("generation.min_workers", "generation.max_workers"),
+        "fewer workers at most than at the start",
+        f"{contradiction} generation.workers=4 --set generation.max_workers=2",
+        *("generation.workers", "generation.max_workers"),
     )
     yield setting("trainer.checkpoint_dir=checkpoints", "absolute")
-    yield setting("api.host=0.0.0.0:8080", "api.port")
+    yield setting("api.host=0.0.0.0:8080", "without a port")
     yield setting("tensors.ports=7409-7400", "7400-7409")
-    yield setting("trainer.warmup_batches=500", "run.batches")
     yield case(
         "an endpoint on a taken port",
         "o run --preset endpoint --set endpoint.port={port}",
@@ -1221,7 +1224,7 @@ def third_user() -> Iterator[Case]:
     yield case(
         "an id of another run",
         "w generate --broker {broker} --run live --run-id abc --index 7",
-        "abc",
+        "another run named 'live'",
         "--run-id",
         environ=password,
         loads=True,
