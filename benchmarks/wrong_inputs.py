@@ -1004,7 +1004,7 @@ def third_user() -> Iterator[Case]:
     yield case("a launcher in capitals", "o run --preset tiny --launcher Slurm", "Slurm", "slurm")
     yield case("settings of a name from elsewhere", "o settings trainer.learning_rate", "learning_rate", "trainer.lr")
     yield case("set in two words", "o set {live} run.batches 80", "run.batches", "run.batches=80")
-    yield case("a preset for a simulation", "o simulate --preset tiny", "--preset", "--model")
+    yield case("a preset for a simulation", "o simulate --preset tiny", "--preset", "takes no settings", "--help")
     yield case(
         "GPUs without a type",
         "o plan --gpus 8 --model Qwen2.5-7B --lengths l.txt",
@@ -1232,7 +1232,7 @@ def third_user() -> Iterator[Case]:
     yield case(
         "weights for a run with a trainer",
         "w publish --broker {broker} --run live --weights-dir absent",
-        *("--weights-dir", "absent"),
+        *("'live'", "publishes its weights itself", "service"),
         environ=password,
         loads=True,
     )

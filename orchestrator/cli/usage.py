@@ -44,8 +44,8 @@ def _of_option(option: str, command: str) -> str:
     if command not in WITH_SETTINGS:
         takes = f"{command} takes no settings" if option in ("set", "preset", "config") else ""
         return takes and f"{takes}; streamrl-orchestrator {command} --help lists its options"
-    setting = nearest(option.replace("-", "_"), list(FIELDS))
-    return f"settings are given as --set SECTION.KEY=VALUE{setting}" if setting else ""
+    found = re.search(r"mean (.*)\?", nearest(option.replace("-", "_"), list(FIELDS)))
+    return f"a setting is given as --set {found[1]}=VALUE" if found else ""
 
 
 def _of_words(words: list[str], command: str, typed: list[str]) -> str:

@@ -219,7 +219,7 @@ def group_with_hints(hint: Callable[[str, list[str]], str]) -> type[TyperGroup]:
             except Exception as error:
                 message = getattr(error, "message", None)  # of click's UsageError, which typer has a copy of
                 if isinstance(message, str) and hasattr(error, "ctx") and (advice := hint(message, self.typed)):
-                    error.message = f"{message.rstrip('.')}: {advice}"  # type: ignore[attr-defined]
+                    error.message = f"{message.rstrip('.')}; {advice}"  # type: ignore[attr-defined]
                 raise
 
     return Group

@@ -190,7 +190,7 @@ def factory_of(setup: Setup) -> Callable[[], object]:
             signature.bind(**setup.params)
         except TypeError as error:
             raise EnvironmentSetupError(
-                f"environment {setup.name!r} has the parameters {signature}, which environment.params gives: {error}"
+                f"environment {setup.name!r} takes {signature}, and environment.params does not fit: {error}"
             ) from error
     return lambda: made_by(**setup.params)
 
