@@ -18,7 +18,8 @@ from workers.__main__ import app as worker
 def commands(app: object) -> set[str]:
     import typer.main
 
-    return set(typer.main.get_group(app).commands)  # type: ignore[arg-type]
+    found = typer.main.get_group(app).commands  # type: ignore[arg-type]
+    return {name for name, one in found.items() if not one.hidden}
 
 
 def test_each_program_knows_the_commands_of_the_other() -> None:
