@@ -35,6 +35,7 @@ from transport.process.programs import (
     add_version,
     configure_logs,
     ending_signals,
+    group_with_hints,
     python_module,
     versions,
     with_options,
@@ -69,7 +70,42 @@ HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
 """A file to touch whenever the lease was renewed; with a number it is ``<file>.<number>``, as several ranks may share a
 container, whose health check goes by the oldest of them (compose/health.sh)."""
 
+ORCHESTRATOR_COMMANDS = [
+    "run",
+    "collect",
+    "plan",
+    "simulate",
+    "settings",
+    "list",
+    "stop",
+    "inspect",
+    "logs",
+    "retry",
+    "drop",
+    "timeline",
+    "report",
+    "compare",
+    "pause",
+    "resume",
+    "drain",
+    "checkpoint",
+    "set",
+    "replay",
+    "serve",
+    "rank",
+]
+"""What only the other program has."""
+
+
+def advice(message: str, typed: list[str]) -> str:
+    """For a command of the other program; "" for any other message."""
+    if message.startswith("No such command") and typed and typed[0] in ORCHESTRATOR_COMMANDS:
+        return f"it is one of streamrl-orchestrator: streamrl-orchestrator {typed[0]}"
+    return ""
+
+
 app = typer.Typer(
+    cls=group_with_hints(advice),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

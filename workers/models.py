@@ -107,6 +107,8 @@ def prepare_model(
     elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
         directory = _from_hub(path, trust_remote_code, say, setting)
     else:
+        if page := re.match(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)", path):
+            raise ModelError(f"{setting} {path!r} is a page: the model has the hub name {page[1]}")
         raise ModelError(
             f"{setting} {path!r} is neither a directory, a hub name, package:<name> nor random:<name> (a run leaves "
             "its directory model/ when it ends)"
@@ -234,8 +236,17 @@ def check_model_dir(directory: Path) -> None:
 
 def _read_json(path: Path, *, needed: str) -> dict[str, Any]:
     if not path.is_file():
-        raise ModelError(f"{path} is missing: {needed}")
+        raise ModelError(f"{path} is missing: {needed}{_instead(path.parent) if path.name == 'config.json' else ''}")
     return _read(path, dict[str, Any])
+
+
+def _instead(directory: Path) -> str:
+    """What a directory without config.json is, where that is known, and what to name."""
+    if (directory / "config.toml").is_file() and (directory / "journal").is_dir():
+        return f"; {directory} is a run, whose model is {directory / 'model'} when it has ended"
+    if found := sorted(directory.glob("*.gguf")):
+        return f"; {found[0].name} is of llama.cpp: name the directory with safetensors that it was made of"
+    return ""
 
 
 def _read(path: Path, kind: type[T]) -> T:

@@ -18,6 +18,7 @@ import typer
 from orchestrator.cli.plan import plan
 from orchestrator.cli.rank import rank
 from orchestrator.cli.simulate import simulate
+from orchestrator.cli.usage import advice
 from orchestrator.config.load import (
     Resolved,
     check_resume,
@@ -33,7 +34,7 @@ from orchestrator.config.starts import read_starts
 from orchestrator.errors import ConfigError, check_out
 from transport.contracts.settings import Settings
 from transport.process.files import check_own
-from transport.process.programs import add_version, with_options
+from transport.process.programs import add_version, group_with_hints, with_options
 
 EXIT_CODES = (
     "Exit codes: 0 finished (also --resume of a run that was finished); 1 failed; "
@@ -46,6 +47,7 @@ DEFAULT_PRESET = "smollm2"
 
 app = typer.Typer(
     name="streamrl-orchestrator",
+    cls=group_with_hints(advice),
     help=f"Reinforcement learning post-training of LLMs.\n\n{EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,

@@ -36,6 +36,7 @@ from orchestrator.config.schema import (
     keys_of,
     nearest,
     nearest_choice,
+    nearest_value,
     to_toml,
     value_of,
 )
@@ -199,8 +200,9 @@ def read_preset(name: str) -> list[Setting]:
     """The settings of a preset. Raises ConfigError for a name that is none."""
     known = preset_names()
     if name not in known:
+        file = f"; a file of settings is named with --config {name}" if name.endswith(".toml") else ""
         raise ConfigError(
-            f"there is no preset {name!r}{nearest(name, known)}; presets: {', '.join(known)}", where="--preset"
+            f"there is no preset {name!r}{nearest(name, known)}; presets: {', '.join(known)}{file}", where="--preset"
         )
     path = importlib.resources.files("orchestrator.config.presets").joinpath(f"{name}.toml")
     return read_document(path.read_text(encoding="utf-8"), f"preset {name}")
@@ -226,7 +228,8 @@ def _read_file(path: Path, *, own: bool = False) -> list[Setting]:
                 raw = file.read(MAX_DOCUMENT_BYTES + 1)
         document = raw.decode("utf-8-sig")  # an editor's byte order mark is no part of it
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        preset = f"; a preset is named with --preset {path}" if str(path) in preset_names() else ""
+        raise ConfigError(f"cannot be read: {error.strerror}{preset}", where=str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not UTF-8 text: {error}; save it as UTF-8", where=str(path)) from error
     return read_document(document, str(path))
@@ -333,7 +336,14 @@ def _typed(setting: Setting, values: Mapping[str, object]) -> object:
         value = _replaced(msgspec.to_builtins(values.get(key, {})), inside, value)
     elif getattr(field.type, "__origin__", field.type) is str and setting.text is not None:
         value = setting.text if not isinstance(value, str) else value  # --set run.name=7
+    if value in NO_VALUES and getattr(field.type, "__origin__", field.type) is str:
+        problem = f'{setting.key} = "{value}" is a text of {len(str(value))} letters; leave it out for the default, or '
+        raise ConfigError(f'{problem}write "" for an empty text', key=key, where=setting.where)
     return _converted(setting, value, field.type, key)
+
+
+NO_VALUES = ("None", "null", "nil")
+"""What other languages write for no value, and TOML reads as text."""
 
 
 def _converted(setting: Setting, value: object, kind: Any, key: str) -> object:
@@ -345,7 +355,7 @@ def _converted(setting: Setting, value: object, kind: Any, key: str) -> object:
         shown = "" if key in SECRET else f", not {setting.value}"
         with suppress(TypeError):  # a date, which no setting can be
             shown = shown and f", not {to_toml(setting.value)}"
-        near = "" if key in SECRET else nearest_choice(kind, value)
+        near = "" if key in SECRET else nearest_choice(kind, value) or nearest_value(kind, value)
         problem = _renamed(f'{key} = "{value}"') or f"{setting.key} must be {expected_type(key)}{shown}{near}"
         raise ConfigError(problem, key=key, where=setting.where) from error
 

@@ -66,9 +66,16 @@ def journal_of(run_dir: Path) -> Path:
     """
     rundir = RunDir(run_dir)
     if not rundir.has_journal():
-        raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
+        raise ConfigError(f"{run_dir} holds no run (no journal); {_which(run_dir)}")
     rundir.check_own()
     return rundir.journal
+
+
+def _which(run_dir: Path) -> str:
+    """What to name instead of ``run_dir``."""
+    within = [parent for parent in run_dir.absolute().parents if RunDir(parent).exists()]
+    page = ", not the address of its page or its broker" if ":" in "".join(run_dir.parts[:1]) else ""
+    return f"give {within[0]}, which it is part of" if within else f"give the directory <dir>/<name>{page}"
 
 
 def existing_run(run_dir: Path) -> RunDir:
@@ -78,7 +85,7 @@ def existing_run(run_dir: Path) -> RunDir:
     """
     rundir = RunDir(run_dir)
     if not rundir.exists():
-        raise ConfigError(f"{run_dir} holds no run (no config.toml); give the directory <dir>/<name>")
+        raise ConfigError(f"{run_dir} holds no run (no config.toml); {_which(run_dir)}")
     rundir.check_own()
     return rundir
 

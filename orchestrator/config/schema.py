@@ -17,6 +17,7 @@ import tokenize
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -143,6 +144,35 @@ FIELD_WORDS = {
     "tensor_parallel_size": "trainer.parallel.tensor",
     "pipeline_parallel_size": "trainer.parallel.pipeline",
     "gradient_checkpointing": "trainer.recompute",
+    "per_device_train_batch_size": "trainer.micro_batch_tokens",
+    "train_batch_size": "pipeline.groups_per_batch",
+    "rollout_batch_size": "pipeline.groups_per_batch",
+    "n": "pipeline.group_size",
+    "n_samples_per_prompt": "pipeline.group_size",
+    "max_completion_length": "sampling.max_new_tokens",
+    "max_response_length": "sampling.max_new_tokens",
+    "max_model_len": "generation.max_context",
+    "model_name_or_path": "model.path",
+    "pretrain": "model.path",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "init_kl_coef": "algorithm.kl_coef",
+    "epsilon_high": "algorithm.clip_high",
+    "max_grad_norm": "trainer.grad_clip",
+    "max_steps": "run.batches",
+    "total_training_steps": "run.batches",
+    "num_train_epochs": "data.passes",
+    "output_dir": "run.dir",
+    "experiment_name": "run.name",
+    "report_to": "run.loggers",
+    "save_steps": "trainer.checkpoint_every",
+    "save_total_limit": "trainer.keep_checkpoints",
+    "eval_steps": "eval.every",
+    "train_files": "data.path",
+    "prompt_data": "data.path",
+    "val_files": "eval.path",
+    "input_key": "data.prompt_column",
+    "label_key": "data.answer_column",
+    "reward_funcs": "scoring.reward",
 }
 """What other trainers call some of our settings."""
 
@@ -205,6 +235,25 @@ def nearest_choice(kind: object, value: object) -> str:
         words = [*typing.cast("Sequence[object]", value)]
     unknown = [word for word in words if isinstance(word, str) and word and word not in choices]
     return did_you_mean(closest(unknown[0], choices)) if unknown else ""
+
+
+def nearest_value(kind: object, value: object) -> str:
+    """`` (did you mean 0.7?)`` for a number or a switch as other systems write it: 0,7 or 1e3 or False."""
+    written = value if isinstance(value, str) else repr(value) if isinstance(value, float) else ""
+    for text in (written.lower(), written.translate(NUMBER_SIGNS)):
+        read: list[object] = [text == "true"] if text in ("true", "false") else []
+        with suppress(ValueError, OverflowError):
+            number = float(text)
+            read += [int(number), number] if number.is_integer() else [number]
+        for one in read:
+            with suppress(msgspec.ValidationError):
+                msgspec.convert(one, typing.cast("Any", kind))
+                return did_you_mean(str(one) if isinstance(one, int) and not isinstance(one, bool) else text)
+    return ""
+
+
+NUMBER_SIGNS = str.maketrans({",": ".", "\u2212": "-", "\u2013": "-", "\u2010": "-"})
+"""A comma for the point, and a minus or a dash for the hyphen."""
 
 
 def to_toml(value: object) -> str:

@@ -18,6 +18,7 @@ import glob
 import math
 import os
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -374,8 +375,10 @@ def _conversation(column: list[object], name: str, data: DataSettings, where: st
     try:
         messages = msgspec.convert(column, tuple[ChatMessage, ...])
     except msgspec.ValidationError as error:
+        parts = any(isinstance(one, dict) and isinstance(one.get("content"), list) for one in cast("list[Any]", column))
+        only = "; content is one text, not a list of parts: images and sounds are not trained" if parts else ""
         raise DataError(
-            f'{where}: column {name!r} is no list of messages {{"role": ..., "content": text}}: {error}'
+            f'{where}: column {name!r} is no list of messages {{"role": ..., "content": text}}: {error}{only}'
         ) from error
     if other := next((one.role for one in messages if one.role not in ROLES), None):
         raise DataError(
@@ -401,7 +404,18 @@ def _files(data: DataSettings, section: str) -> list[Path]:
     scheme, _, name = data.path.partition(":")
     if scheme == "preset":
         return [Path(str(files("orchestrator.config.presets") / name))]
+    if found := re.match(r"https?://huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+)", data.path):
+        raise DataError(
+            f'{section}.path: {data.path} is a page; with data.source "hf" the data set has the hub name {found[1]}'
+        )
+    if "://" in data.path and data.source == "jsonl":
+        raise DataError(f"{section}.path: {data.path} is no file of this machine: copy it here, and name the copy")
     path = Path(data.path).expanduser()
+    if "$" in data.path and not path.exists():
+        raise DataError(
+            f"{section}.path: {data.path} does not exist; the shell replaces $NAME outside of single quotes, and "
+            "nothing does in a file of settings: write the path itself"
+        )
     found = [path]
     if not path.exists() and glob.has_magic(data.path):
         found = [Path(one) for one in sorted(glob.glob(str(path), recursive=True)) if Path(one).is_file()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gzip
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ranker.logs import read_log
 from ranker.protocol import LengthLogError
 from transport.errors import InputFileError
 from transport.process import files
-from transport.process.files import read_json, read_rows
+from transport.process.files import decode_row, read_json, read_rows
 
 MB = 1024 * 1024
 
@@ -100,3 +101,14 @@ def test_a_path_that_none_can_have_is_said(tmp_path: Path):
         list(read_rows(tmp_path / "a\0b.jsonl"))
     with pytest.raises(InputFileError, match="Is a directory"):
         read_json(tmp_path, dict[str, object])
+
+
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(InputFileError, match="it is a pipe"):
+        list(read_rows(tmp_path / "rows.jsonl"))
+
+
+def test_a_row_as_python_prints_it_is_answered_with_double_quotes() -> None:
+    with pytest.raises(InputFileError, match="double quotes"):
+        decode_row(b"{'prompt': '2+2'}", "rows.jsonl:1")

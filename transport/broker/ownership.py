@@ -72,9 +72,10 @@ def of_another_run(run: str, owner: RunOwner | None, run_id: str) -> OtherRunErr
             owner_id=run_id,
         )
     return OtherRunError(
-        f"the broker holds another run named {run!r} by now: {describe(owner)}. This process is of an earlier run of "
-        "that name, which the broker lost: it ends and changes nothing. Join the new run by starting this process "
-        "again, or resume the earlier run on another broker, or once that name is free again (docs/broker.md)",
+        f"the broker holds another run named {run!r} by now: {describe(owner)}. This process is of an earlier run (its "
+        f"id: {run_id}) of that name, which the broker lost: it ends and changes nothing. Join the new run by starting "
+        "this process again, without --run-id, or resume the earlier run on another broker, or once that name is free "
+        "again (docs/broker.md)",
         owner_id=owner.claim.run_id,
     )
 

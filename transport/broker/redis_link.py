@@ -489,8 +489,12 @@ def _pool_arguments(url: str, key: str, password: str, tls: Tls) -> tuple[dict[s
         single, watchers = watchers_of(url, key)
         arguments = cast("dict[str, Any]", parse_url(single))
     except ValueError as error:
+        encode = ""
+        if "@" in url.partition("://")[2].partition("/")[2]:
+            encode = " (a / in a user or a password is written %2F there; STREAMRL_BROKER_PASSWORD takes it as it is)"
         raise BrokerRejectedError(
             f"broker.url is no URL of a broker, like redis://host:port or redis+sentinel://host:port/name: {error}"
+            f"{encode}"
         ) from error
     if password:
         arguments.setdefault("password", password)

@@ -86,7 +86,9 @@ GpuNumbers = Annotated[
     str,
     Meta(pattern=r"^(auto|\d+(-\d+)?(,\d+(-\d+)?)*)\Z", description='"auto", or numbers of GPUs like 0,2-3'),
 ]
-HostName = Annotated[str, Meta(pattern=r"^\S+\Z", description="an address or a host name")]
+HostName = Annotated[
+    str, Meta(pattern=r"^(?![^:]*:\d*\Z)\S+\Z", description="an address or a host name, without a port")
+]
 OwnHostName = Annotated[str, Meta(pattern=r"^[^\s/]*\Z", description="an address or a host name, without a port")]
 CheckpointDir = Annotated[
     str,

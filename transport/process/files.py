@@ -304,6 +304,8 @@ def _decoded(decoder: msgspec.json.Decoder[T], content: bytes, where: str) -> T:
         raise InputFileError("it is not UTF-8 text: save it as UTF-8", where=where) from error
     except (msgspec.MsgspecError, RecursionError) as error:
         hint = " (JSON has no NaN)" if b"NaN" in content else ""
+        if re.match(rb"\s*\{\s*'", content):
+            hint = " (JSON has double quotes around names and texts, as json.dumps writes them)"
         raise InputFileError(f"not the JSON that belongs here: {error}{hint}", where=where) from error
 
 
@@ -323,6 +325,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = unpacked = 0
     try:
         is_packed = path.suffix == ".gz"
+        if stat.S_ISFIFO(path.stat().st_mode):
+            raise InputFileError("it is a pipe, and is read several times: write it to a file", where=str(path))
         allowed = max(FREE_UNPACKED_BYTES, MAX_UNPACKED_RATIO * path.stat().st_size)
         with gzip.open(path) if is_packed else path.open("rb") as file:
             while line := file.readline(MAX_LINE_BYTES + 1):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 if TYPE_CHECKING:
     import typer
+    from typer.core import TyperGroup
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # here: little is safe to do after a fork
@@ -198,6 +199,30 @@ def versions(*packages: str) -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def group_with_hints(hint: Callable[[str, list[str]], str]) -> type[TyperGroup]:
+    """The class of a program whose usage errors end with advice.
+
+    Args:  hint: from the error's message and the words behind the program's name to the advice, "" for none.
+    """
+    from typer.core import TyperGroup
+
+    class Group(TyperGroup):
+        def main(self, *args: Any, **kwargs: Any) -> Any:
+            self.typed = sys.argv[1:]
+            return super().main(*args, **kwargs)
+
+        def invoke(self, ctx: Any) -> Any:
+            try:
+                return super().invoke(ctx)
+            except Exception as error:
+                message = getattr(error, "message", None)  # of click's UsageError, which typer has a copy of
+                if isinstance(message, str) and hasattr(error, "ctx") and (advice := hint(message, self.typed)):
+                    error.message = f"{message.rstrip('.')}; {advice}"  # type: ignore[attr-defined]
+                raise
+
+    return Group
 
 
 def add_version(app: typer.Typer) -> None:

@@ -493,7 +493,9 @@ async def publishing_worker(
     from workers.weights.publish import PublishingWorker, WeightPublisher, read_tensors
 
     if settings.trainer.engine != "none":
-        raise ModelError(f"run {settings.run.name!r} has a trainer, which publishes its weights itself")
+        raise ModelError(
+            f"run {settings.run.name!r} has a trainer, which publishes its weights itself: publish is for a service"
+        )
     await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
     endpoint = weights_endpoint(settings.tensors, own_address, secret)
     publisher = WeightPublisher(

@@ -15,10 +15,12 @@ tokens. Invariant: what is answered is an observation as it is defined here, or 
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -182,6 +184,14 @@ def factory_of(setup: Setup) -> Callable[[], object]:
     hint = f"looked for in {setup.path or 'what is installed'}; environment.path names its directory"
     name = BUILT_IN.get(setup.name, setup.name)
     made_by = import_function(name, "environment", hint, EnvironmentSetupError)
+    with suppress(ValueError):  # one written in C has no signature
+        signature = inspect.signature(made_by)
+        try:
+            signature.bind(**setup.params)
+        except TypeError as error:
+            raise EnvironmentSetupError(
+                f"environment {setup.name!r} takes {signature}, and environment.params does not fit: {error}"
+            ) from error
     return lambda: made_by(**setup.params)
 
 
@@ -214,7 +224,10 @@ class Episodes:
         if not isinstance(made, Environment):
             raise GarbageError(f"it is a {type(made).__name__}, which has no reset and step")
         entry = json.loads(request.entry or b"{}")
-        observed = Observed(messages=read_messages(made.reset(request.prompt, entry)))
+        said = made.reset(request.prompt, entry)
+        if isinstance(said, tuple):
+            raise GarbageError("reset returned a tuple, not a text, a list of messages or None: leave Gym's info out")
+        observed = Observed(messages=read_messages(said))
         self._open[request.number] = made
         return observed
 
@@ -232,6 +245,7 @@ def main() -> None:
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
     limits.memory_bytes = setup.memory_bytes
     limits.jail, limits.shown = "environment.jail" if setup.jailed else "", "environment.path"
+    limits.variables = "environment.variables"
     find_in(setup.path)
     try:
         episodes = Episodes(factory_of(setup), setup.timeout_s)

@@ -370,6 +370,7 @@ def main() -> None:
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
     limits.memory_bytes = setup.memory_bytes
     limits.jail, limits.shown = "scoring.jail" if setup.jailed else "", "scoring.reward_path"
+    limits.variables = "scoring.environment"
     find_in(setup.spec.path)
     try:
         scorer = build_reward(setup.spec)

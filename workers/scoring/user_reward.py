@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any, cast
 
@@ -131,6 +132,7 @@ class UserReward:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name = name
         self._function = function
+        self._is_class = inspect.isclass(function)
         self._runner = asyncio.Runner()
         try:
             self._signature = inspect.signature(function)
@@ -165,7 +167,8 @@ class UserReward:
         if other := next((one.name for one in self._required() if one.name in _NOT_GIVEN), ""):
             raise self._refused(f"{other!r} is of another trainer, and a reward gets no such thing here")
         if not any(_BY_NAME.get(name) in _RESPONSES or name == "answer" for name in names):
-            raise self._refused("none of them is the response")
+            kind = f"{self._name.rpartition(':')[2]} is a class, not a function; " if self._is_class else ""
+            raise self._refused(f"{kind}none of them is the response")
         singles = [one.name for one in self._required() if _BY_NAME.get(one.name) in (_prompt, _response, _entry)]
         if self.takes_batches and singles:
             raise self._refused(f"{singles[0]!r} is of one response, and others are of several")
@@ -278,7 +281,8 @@ def read_reward(result: object) -> Reward:
 
 def _finite(name: str, value: object) -> float:
     if not isinstance(value, Real) and hasattr(value, "item"):
-        value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
+        with suppress(ValueError, RuntimeError):  # an array or a tensor of several numbers
+            value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
     if not isinstance(value, Real):
         raise RewardError(f"the reward function returned {name} = {value!r:.60} ({type(value).__name__}), not a number")
     number = float(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import socket
 import sys
 import sysconfig
@@ -31,7 +32,11 @@ def import_function(name: str, what: str, hint: str, error: type[FatalError]) ->
             raise error(f"{what} {name!r} cannot be imported: {raised(reason)}; {advice}") from reason
         raise error(f"{what} {name!r} cannot be imported: {reason} ({hint})") from reason
     except Exception as reason:  # the user's module may raise anything
-        raise error(f"{what} {name!r} cannot be imported: {raised(reason)}; mend its module") from reason
+        advice = "mend its module"
+        file = str(getattr(sys.modules.get(module_name), "__file__", None) or "")
+        if isinstance(reason, AttributeError) and file.startswith(NOT_THE_USERS[:2]):
+            advice = f"{module_name} is the library {file}: give {module_name}.py of yours another name"
+        raise error(f"{what} {name!r} cannot be imported: {raised(reason)}; {advice}") from reason
     if not callable(function):
         raise error(f"{what} {name!r} is not a function")
     return function
@@ -51,10 +56,15 @@ NOT_THE_USERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), st
 
 @dataclass(slots=True)
 class Limits:
-    """What this process may not do. jail: setting that turns the jail off, "" where there is none."""
+    """What this process may not do.
+
+    jail: setting that turns the jail off, "" where there is none.  variables: setting that names those of the
+    environment that it gets, "" where it gets all.
+    """
 
     jail: str = ""
     shown: str = ""
+    variables: str = ""
     memory_bytes: int = 0
 
 
@@ -71,6 +81,8 @@ def _why(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     if limits.memory_bytes and any(isinstance(one, MemoryError) for one in causes):
         return f" (its process may take {limits.memory_bytes / 2**30:g} GiB of memory)"
+    if limits.variables and isinstance(error, KeyError) and _asks_environment(error):
+        return f' (it gets the variables that {limits.variables} names: {limits.variables} = ["{error.args[0]}"])'
     if not limits.jail:
         return ""
     off = f'{limits.jail} = "off" runs it without a jail (docs/security.md)'
@@ -85,6 +97,12 @@ def _why(error: BaseException) -> str:
 
 
 NETWORK = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN)
+
+
+def _asks_environment(error: KeyError) -> bool:
+    """Whether ``os.environ`` raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames and error.args) and frames[-1].filename in ("<frozen os>", os.__file__)
 
 
 def _errno(error: BaseException) -> int | None:

@@ -280,7 +280,12 @@ def section(timeline: Timeline, first: int = 1, last: int = 0) -> Section:
     if last:
         places = [place for place, one in enumerate(trained) if first <= one.batch + 1 <= last]
         if not places:
-            raise ConfigError(f"no batch from {first} to {last} was trained", where="--batches")
+            there = (
+                f"it trained batches {trained[0].batch + 1} to {trained[-1].batch + 1}"
+                if trained
+                else "it trained none"
+            )
+            raise ConfigError(f"no batch from {first} to {last} was trained: {there}", where="--batches")
         begin_s = trained[places[0] - 1].at_s if places[0] else begin_s
         trained, name = trained[places[0] : places[-1] + 1], f"batches {first} to {last}"
         end_s = trained[-1].at_s

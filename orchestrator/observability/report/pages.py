@@ -353,15 +353,27 @@ def finish_run(rundir: RunDir, note: Callable[[str], None] = lambda _: None) -> 
 def report(run_dir: Path, out: Path | None) -> int:
     page = render_report(read_run(run_dir))
     path = out or run_dir / REPORT
+    _check_page(path)
     with writing_out(path):
         replace(path, page)
     print(path)
     return 0
 
 
+def _check_page(out: Path) -> None:
+    """Raises ConfigError for a name that says another kind of file."""
+    if out.suffix not in ("", ".html", ".htm"):
+        problem = f"{out} is written as HTML: name it {out.with_suffix('.html')}"
+        raise ConfigError(f"{problem}; a browser prints it as PDF", where="--out")
+
+
 def compare(run_dirs: Sequence[Path], out: Path) -> int:
     if len(run_dirs) < 2:
         raise ConfigError("a comparison needs two runs or more")
+    places = [run_dir.resolve() for run_dir in run_dirs]
+    if twice := next((given for given, place in zip(run_dirs, places, strict=True) if places.count(place) > 1), None):
+        raise ConfigError(f"{twice} is named twice: compare it with another run")
+    _check_page(out)
     comparison = compare_runs([read_run(run_dir) for run_dir in run_dirs])
     page = render_comparison(comparison)
     with writing_out(out):
