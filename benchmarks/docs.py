@@ -307,11 +307,15 @@ def copy_checkout(target: Path) -> None:
         os.utime(target / name, (0, 0))
 
 
+OF_MAKE = ("ARGS", "JOBS", "MINUTES", "NAME", "PRESET", "SEED", "TESTS")
+"""Variables of the Makefile, which ``make bench ARGS=...`` passes on to every ``make`` of a page."""
+
+
 def environment() -> dict[str, str]:
     """As a user's after the set-up, who has activated nothing."""
     ours = str(ROOT / ".venv" / "bin")
     path = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if part != ours)
-    dropped = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "VIRTUAL_ENV", "PYTHONPATH")
+    dropped = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", *OF_MAKE, "VIRTUAL_ENV", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**kept, "PATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
 

@@ -982,6 +982,13 @@ def third_user() -> Iterator[Case]:
     yield setting("generation.gpus=[0,1]", "0,2-3")
     yield setting("data.shuffle=False", "False", "false")
     yield setting("data.system=None", "None", "leave it out")
+    yield setting("eval.sets.hard.path=None", "None", "leave it out")
+    yield case(
+        "fewest workers above the most",
+        "o run --preset tiny --set generation.min_workers=4 --set generation.max_workers=2",
+        "generation.min_workers = 4",
+        "at most generation.max_workers",
+    )
     yield setting("run.batches=1e3", "whole number", "did you mean 1000?")
     yield case(
         "blanks around =",

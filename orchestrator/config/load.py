@@ -336,9 +336,6 @@ def _typed(setting: Setting, values: Mapping[str, object]) -> object:
         value = _replaced(msgspec.to_builtins(values.get(key, {})), inside, value)
     elif getattr(field.type, "__origin__", field.type) is str and setting.text is not None:
         value = setting.text if not isinstance(value, str) else value  # --set run.name=7
-    if value in NO_VALUES and getattr(field.type, "__origin__", field.type) is str:
-        problem = f'{setting.key} = "{value}" is a text of {len(str(value))} letters; leave it out for the default, or '
-        raise ConfigError(f'{problem}write "" for an empty text', key=key, where=setting.where)
     return _converted(setting, value, field.type, key)
 
 
@@ -348,6 +345,9 @@ NO_VALUES = ("None", "null", "nil")
 
 def _converted(setting: Setting, value: object, kind: Any, key: str) -> object:
     """Raises ConfigError: what the setting ``key`` of the schema must be."""
+    if value in NO_VALUES and getattr(kind, "__origin__", kind) is str:
+        problem = f'{setting.key} = "{value}" is a text of {len(str(value))} letters; leave it out for the default, or '
+        raise ConfigError(f'{problem}write "" for an empty text', key=key, where=setting.where)
     try:
         _check_finite(value)
         return msgspec.convert(value, kind)

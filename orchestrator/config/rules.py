@@ -304,7 +304,9 @@ def _broken_of_generation(s: Settings) -> Iterator[tuple[str, str]]:
             "must be 0 or above sampling.max_new_tokens, or no prompt fits",
         )
     yield from _broken_of_memory(s)
-    if s.generation.min_workers > s.generation.num_workers:
+    if 0 < s.generation.max_workers < s.generation.min_workers:
+        yield "generation.min_workers generation.max_workers", "must be at most generation.max_workers"
+    elif s.generation.min_workers > s.generation.num_workers:
         yield (
             "generation.min_workers generation.workers",
             "must be at most generation.workers, with which the run starts",

@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from orchestrator.config.load import render, resolve
 from orchestrator.config.run_directory import RunDir
@@ -400,6 +401,14 @@ def test_a_chart_has_an_axis_for_any_range(values: tuple[float, ...]):
     low, high = axes.get_ylim()
     assert 2 <= sum(low <= tick <= high for tick in axes.get_yticks()) <= 8
     assert low <= min(values) <= max(values) <= high
+
+
+def test_a_long_title_ends_within_the_picture():
+    chart = draw_chart("share of tokens " * 9, [Series(name="x", points=[(1, 1.0)])])
+    assert chart is not None
+    title = chart.texts[0]
+    assert title.get_text().endswith("…")
+    assert title.get_window_extent(FigureCanvasAgg(chart).get_renderer()).x1 < chart.bbox.x1
 
 
 def test_a_picture_of_the_same_numbers_is_the_same_file_and_its_text_is_text():

@@ -85,6 +85,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "ytick.left": False,
 }
+BOLD = 7.0  # pixels of a bold character at the font size above, on average
 HINT = "hint: "  # begins the ``gid`` of an artist; a browser shows the rest while the pointer is over it
 
 
@@ -114,6 +115,12 @@ def new_axes(
 def _one_line(name: str) -> str:
     """A user's own component of a reward, or a worker, may be called anything."""
     return " ".join(printable(name).split())
+
+
+def _shortened(name: str, room: int) -> str:
+    """At most ``room`` characters, so that the picture's edge does not cut the last one in two."""
+    line = _one_line(name)
+    return line if len(line) <= room else line[: room - 1] + "…"
 
 
 @style()
@@ -176,7 +183,8 @@ def draw_chart(title: str, series: Sequence[Series], *, width: float = 380.0, he
     widths, room = [key + character * len(name) for name in names], width - left
     per_row = max(1, len(names) if sum(widths) <= room else int(room / max(widths)))
     top += legend_row * math.ceil(len(names) / per_row)
-    figure, axes = new_axes(width, top + height + 26, title=title, left=left, right=12, top=top, bottom=26)
+    fitting = _shortened(title, int((width - 16) / BOLD))
+    figure, axes = new_axes(width, top + height + 26, title=fitting, left=left, right=12, top=top, bottom=26)
     lines: list[Artist] = []
     around = max(len(one.points) for one in drawn) // NEIGHBOURS  # the same for all: they are compared
     for one, color in zip(drawn, cycle(PALETTE), strict=False):

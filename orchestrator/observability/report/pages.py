@@ -94,7 +94,7 @@ CHARTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "Staleness": {
         "staleness, versions": {"mean": "staleness", "max": "staleness_max"},
-        "|logprob of trainer - of generation|, computed tokens": {
+        "|logprob of trainer - of generation|": {
             "mean": "logprob_mismatch",
             "max": "logprob_mismatch_max",
             "total variation": "mismatch_tv",

@@ -180,11 +180,11 @@ function options(figure, host, series) {
   return {
     width: host.clientWidth,
     height: host.clientHeight,
-    padding: [8, 8, 0, 0],
+    padding: [8, 18, 0, 0], // half of a label's width at the end of the axis
     legend: { show: false },
     cursor,
     scales: {
-      x: { time: false, range: (_, low, high) => [low ?? 1, Math.max(high ?? 2, (low ?? 1) + 1)] },
+      x: { time: false, range: batchRange },
       y: { range: () => [scaleOf(figure).low, scaleOf(figure).high] },
     },
     axes: [
@@ -194,6 +194,12 @@ function options(figure, host, series) {
     series: [{}, ...lines.reverse()],
     hooks: { setCursor: [() => readOut(figure)] },
   };
+}
+
+/** From the first batch to the last; around a single one uPlot would put a range of its own, of up to 100 batches. */
+function batchRange(plot, low, high) {
+  const places = plot.data[0];
+  return places.length > 1 ? [low ?? places[0], high ?? places.at(-1)] : [places[0] ?? 1, (places[0] ?? 1) + 1];
 }
 
 /** Batches that have a dot: all of a few, of more the newest. */
