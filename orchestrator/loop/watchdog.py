@@ -104,6 +104,10 @@ class Watchdog:
         self._warned_of: Wait | None = None
         self.pending: Mapping[str, str] = {}
         """Processes that an engine has not started yet, and its reason: often why nothing progresses."""
+        self.troubles: Mapping[str, str] = {}
+        """Live workers that go on with something wrong, and what it is: a server, an environment, a disk."""
+        self._failure = ""
+        """Reason of the newest failed attempt at a sample since something progressed: an environment, a server."""
 
     def observe(self, event: Event, commands: Sequence[Command] = ()) -> None:
         """commands: what was decided on ``event``."""
@@ -116,9 +120,12 @@ class Watchdog:
                 case messages.SlotOutcome(outcome="dead"):
                     self._judge(told.group_id, told.reason)
                     log.warning("a group is dead", group=told.group_id, reason=told.reason)
+                case messages.RolloutFailed():
+                    self._failure = told.reason
                 case _:
                     pass
         if self._is_progress(event):
+            self._failure = ""
             self._progress_s = self._clock.now_s()
             self._warned_of = None
 
@@ -128,7 +135,8 @@ class Watchdog:
         wait = state.wait() if still_s >= self._liveness.warn_s else None
         shown = shown_wait(wait, self._clock.now_s())
         pending = {"pending": dict(self.pending)} if self.pending else {}
-        return shown and {**shown, "still_s": round(still_s, 1), **pending}
+        cause = {"why": "; ".join(self._causes)} if self._causes else {}
+        return shown and {**cause, **shown, "still_s": round(still_s, 1), **pending}
 
     def check(self, state: Waiting) -> None:
         """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.
@@ -147,19 +155,26 @@ class Watchdog:
             self._progress_s = self._clock.now_s()
             return
         if still_s >= self._liveness.stall_s * (RETRIED_STALLS if wait.retried else 1):
-            raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}{self._not_started()}")
+            raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}{self._beside(wait)}")
         if still_s < self._liveness.warn_s:
             return
         if self._warned_of is None or not wait.is_same(self._warned_of):
             self._warned_of = wait
             named = msgspec.to_builtins(wait)
-            log.warning(
-                "no progress", seconds=round(still_s), **named, detail=state.describe_wait() + self._not_started()
-            )
+            detail = state.describe_wait() + self._beside(wait)
+            log.warning("no progress", seconds=round(still_s), **named, detail=detail)
 
-    def _not_started(self) -> str:
+    @property
+    def _causes(self) -> list[str]:
+        """More than the core knows of."""
+        last = [f"the last attempt failed: {self._failure}"] if self._failure else []
+        return [*last, *(f"{worker}: {trouble}" for worker, trouble in sorted(self.troubles.items()))]
+
+    def _beside(self, wait: Wait) -> str:
+        """Causes where the core has none, and processes that are not started yet."""
         waiting = ", ".join(f"{name} ({reason})" for name, reason in self.pending.items())
-        return f"; not started yet: {waiting}" if waiting else ""
+        parts = [*([] if wait.why else self._causes), *([f"not started yet: {waiting}"] if waiting else [])]
+        return "".join(f"; {part}" for part in parts)
 
     def _judge(self, group_id: GroupId, failed: str) -> None:
         self._judged[group_id] = failed

@@ -221,3 +221,25 @@ def test_what_an_engine_has_not_started_is_named_with_its_reason():
     clock.advance(6.0)
     with pytest.raises(StalledError, match=r"not started yet: generate-1 .Slurm job 7: Resources."):
         dog.check(Waiting())
+
+
+def test_a_stall_names_what_failed_last_and_forgets_it_once_something_progressed():
+    clock = ManualClock()
+    dog = Watchdog(LIMITS, clock)
+    failed = RolloutFailed(
+        group_id=group_id(0, 1), worker_id=WorkerId("generate-0.1"), samples=(0,), reason="slow:Slow took 2 s"
+    )
+    dog.observe(failed)
+    clock.advance(6.0)
+    blocked = dog.blocked(Waiting())
+    assert blocked is not None
+    assert blocked["why"] == "the last attempt failed: slow:Slow took 2 s"
+    clock.advance(6.0)
+    with pytest.raises(StalledError, match=r"the last attempt failed: slow:Slow took 2 s"):
+        dog.check(Waiting())
+    dog.troubles = {"generate-0.1": "its environment fails"}
+    dog.observe(PROGRESS)
+    clock.advance(12.0)
+    with pytest.raises(StalledError, match=r"generate-0\.1: its environment fails") as stalled:
+        dog.check(Waiting())
+    assert "the last attempt" not in str(stalled.value)

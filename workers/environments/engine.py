@@ -170,7 +170,8 @@ class EpisodeEngine:
         """A sample that waits for its environment has no slot, so one more fits; as many again as there are slots."""
         load, waits = self._inner.load(), sum(episode.waits for episode in self._episodes.values())
         capacity = (load.capacity or self._info.capacity) + min(waits, self._info.capacity)
-        return replace(load, waiting=load.waiting + waits, capacity=capacity)
+        trouble = load.trouble or (f"its environment fails: {self._pool.problem}" if self._pool.problem else "")
+        return replace(load, waiting=load.waiting + waits, capacity=capacity, trouble=trouble)
 
     async def close(self) -> None:
         try:

@@ -154,11 +154,14 @@ class EpisodeLink:
         *,
         max_replays: int,
         ended: Callable[[EnvironmentChild], None] | None = None,
+        tell: Callable[[Reset | Step, str], None] = lambda request, problem: None,
     ) -> None:
+        """tell: is called after each call, with why it failed or "" where it did not."""
         self._child = child
         self._number = number
         self._max_replays = max_replays
         self._ended = ended
+        self._tell = tell
         self._is_over = False
         self._life = 0  # of the child that has it; 0: none
         self.journal: list[tuple[Reset | Step, Observed]] = []
@@ -197,7 +200,9 @@ class EpisodeLink:
                 except _CallFailedError as error:
                     self._life, reason = 0, str(error)  # what its environment is now is not known
                     log.warning("an environment failed", reason=reason, turn=len(self.journal), attempt=attempt)
+                    self._tell(request, reason)
                     continue
+            self._tell(request, "")
             self.journal.append((request, answer))
             return answer
         raise EnvironmentFailedError(f"{reason} (turn {len(self.journal)}, {self._max_replays + 1} attempts)")
@@ -241,6 +246,7 @@ class EnvironmentPool:
         self._calling = asyncio.Semaphore(self._settings.processes)
         self._leaving: set[asyncio.Task[int | None]] = set()
         self._numbers = itertools.count(1)
+        self._problems: dict[type[Reset | Step], str] = {}
 
     async def start(self) -> None:
         """Start the first child; others start when needed. Raises EnvironmentSetupError."""
@@ -286,10 +292,19 @@ class EnvironmentPool:
         """The environment of a new episode; ``close`` it at its end."""
         number, replays = next(self._numbers), self._settings.max_replays
         if not self._settings.executes_answers:
-            return EpisodeLink(self._children[number % len(self._children)], number, max_replays=replays)
+            child = self._children[number % len(self._children)]
+            return EpisodeLink(child, number, max_replays=replays, tell=self._told)
         child = self._child()
         self._children.append(child)
-        return EpisodeLink(child, number, max_replays=replays, ended=self._dismiss)
+        return EpisodeLink(child, number, max_replays=replays, ended=self._dismiss, tell=self._told)
+
+    def _told(self, request: Reset | Step, problem: str) -> None:
+        self._problems[type(request)] = problem
+
+    @property
+    def problem(self) -> str:
+        """Why the newest call of a kind failed; "" where those of both kinds were answered."""
+        return next(filter(None, self._problems.values()), "")
 
     def _dismiss(self, child: EnvironmentChild) -> None:
         """End the child of an episode that is over; ``close`` waits for it."""
@@ -349,6 +364,11 @@ class Environments:
         """Raises EnvironmentSetupError."""
         for pool in self._distinct:
             await pool.start()
+
+    @property
+    def problem(self) -> str:
+        """Why calls of one of them fail just now; "" where all are answered."""
+        return next((pool.problem for pool in self._distinct if pool.problem), "")
 
     def open(self, entry: bytes) -> EpisodeLink | OneTurn:
         """What a new episode talks to. entry: of its row, which names its part."""

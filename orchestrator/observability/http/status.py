@@ -215,6 +215,9 @@ async def publish_status(
         streams = await broker.streams()
         queues = {name: length for name, length in streams.items() if not keys.is_of_group(name)}
         watchdog.pending = msgspec.json.decode(await broker.get_meta(keys.PENDING) or b"{}", type=dict[str, str])
+        watchdog.troubles = {
+            str(worker_id): status.trouble for worker_id, status in membership.statuses.items() if status.trouble
+        }
         if queues.get(keys.DEAD, 0) != dead:
             dead, letters = queues.get(keys.DEAD, 0), await broker.dead_letters(count=1)
             given_up = letters[0].reason if letters else ""
