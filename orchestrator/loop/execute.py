@@ -204,7 +204,13 @@ def stream_entry(command: Command) -> tuple[str, Entry] | None:
             stream, fields = keys.ROUNDS, {"batch": str(command.batch), "rows": str(command.num_rows)}
         case messages.FinishTraining():
             stream, fields = keys.ROUNDS, {"reason": command.reason}
-        case messages.LoadWeights() | messages.AbortRollouts() | messages.DrainWorker():
+        case messages.LoadWeights():
+            fields = {"worker": command.worker_id, "weights": str(command.weights)}
+            stream = keys.control(command.worker_id)
+        case messages.AbortRollouts():
+            fields = {"worker": command.worker_id, "groups": " ".join(command.group_ids)}
+            stream = keys.control(command.worker_id)
+        case messages.DrainWorker():
             stream, fields = keys.control(command.worker_id), {"worker": command.worker_id}
         case messages.DispatchGroups():
             (plan,) = command.plans  # the core sends one group a command, so that the command's id names the entry
