@@ -93,8 +93,8 @@ def commands() -> Iterator[Case]:
     yield case("--set in two words", "o run --set trainer.lr 1e-5", "unexpected", "1e-5", "--help")
     yield case("a file of settings that is not there", "o run --config absent.toml", "absent.toml", "No such file")
     yield case("a directory for a file of settings", "o run --config .", ".: cannot be read", "Is a directory")
-    yield case("a name with a slash", "o run --preset tiny --name a/b", "run.name", "a/b", "letters, digits")
-    yield case("an empty name", "o run --preset tiny --name ''", "run.name", "letters, digits")
+    yield case("a name with a slash", "o run --preset tiny --name a/b", "run.name", "a/b", "64 letters", "digits")
+    yield case("an empty name", "o run --preset tiny --name ''", "run.name", "64 letters", "digits")
     yield case("a name that is too long", f"o run --preset tiny --name {'n' * 65}", "run.name", "64")
     yield case("--resume of no run", "o run --resume --name absent", "absent", "no run to resume", "--name")
     yield case("--resume of no run elsewhere", "o run --resume --dir nowhere --name x", "nowhere/x", "no run to resume")
@@ -137,7 +137,12 @@ def commands() -> Iterator[Case]:
     yield case("report into a directory", "o report {s}/runs/done --out .", "--out", "Is a directory")
     yield case("timeline into a file", "o timeline {s}/runs/done --out a", "--out", "a cannot", files={"a": ""})
     yield case("compare with what is no run", "o compare {s}/runs/done runs/x", "runs/x", "holds no run")
-    yield case("compare into a directory", "o compare {s}/runs/done {s}/runs/done --out .", "--out", "Is a directory")
+    yield case(
+        "compare into a directory",
+        "o compare {s}/runs/done r --out .",
+        *("--out", "Is a directory"),
+        prepare=_copied(lambda run: None),
+    )
     yield case("a broker that is none", "o inspect {s}/runs/done --broker here", "broker.url", "redis://host:port")
     yield case("plan without GPUs", "o plan", "--gpus")
     lengths = "--lengths l.txt"
@@ -194,7 +199,7 @@ def settings() -> Iterator[Case]:
     yield setting("generation.device=cuda:x", "cuda:<n>", "cuda:x")
     yield setting("generation.engine=sglng", "sglang", "sglng")
     yield setting("generation.engine_url=localhost:30000", "http://host:port", "localhost:30000")
-    yield setting("pipeline.group_size=1", "whole number", ">= 2")
+    yield setting("pipeline.group_size=1", "must be 2 or more", "compares siblings")
     yield setting("pipeline.max_staleness=99", "16", "99")
     yield setting("pipeline.dispatch=best", "least_loaded", "best")
     yield setting("pipeline.drop_no_signal=maybe", "true or false", "maybe")
@@ -280,7 +285,7 @@ def documents() -> Iterator[Case]:
 def data() -> Iterator[Case]:
     path = "o run --preset tiny --set scoring.reward= --set data.source=jsonl --set data.path="
     yield case("rows that are not there", f"{path}absent.jsonl", "absent.jsonl", "No such file")
-    yield case("a directory of rows", f"{path}.", ".: cannot be read", "Is a directory")
+    yield case("a directory without rows", f"{path}.", "data.path", "is a directory without a .jsonl")
     yield rows("no rows", "", "empty", "no rows")
     yield rows("blank lines", "\n\n", "empty", "no rows")
     yield rows("another column", '{"question": "q", "answer": "a"}\n', "'prompt'", "'question'", "data.prompt_column")

@@ -422,7 +422,8 @@ def _files(data: DataSettings, section: str) -> list[Path]:
     elif path.is_dir() and data.source == "jsonl":
         found = sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")])
     if not found:
-        raise DataError(f"{section}.path: {data.path} names no file")
+        what = "is a directory without a .jsonl or .jsonl.gz file" if path.is_dir() else "matches no file"
+        raise DataError(f"{section}.path: {data.path} {what}")
     return found
 
 

@@ -699,8 +699,8 @@ def test_files_may_be_named_by_a_glob_a_directory_or_the_home_directory(
 
     assert ids(f"{tmp_path}/*/rows.jsonl") == ids("~/*/rows.jsonl") == ["a/rows.jsonl/1", "b/rows.jsonl/1"]
     assert ids("~/a/rows.jsonl") == ids("~/a") == ["rows.jsonl/1"]
-    for nothing in ("~/c*/rows.jsonl", f"{tmp_path}"):
-        with pytest.raises(DataError, match=r"data.path: .* names no file"):
+    for nothing, why in (("~/c*/rows.jsonl", "matches no file"), (f"{tmp_path}", "is a directory without a .jsonl")):
+        with pytest.raises(DataError, match=rf"data.path: .* {why}"):
             ids(nothing)
 
 
