@@ -377,7 +377,7 @@ def rewards() -> Iterator[Case]:
     yield reward("it returns NaN", "def reward(p, r, e): return float('nan')\n", "'mine:reward'", "nan", "finite")
     yield reward("it returns text", "def reward(p, r, e): return 'good'\n", "'mine:reward'", "good", "not a number")
     yield reward("it returns nothing", "def reward(p, r, e): pass\n", "'mine:reward'", "None", "not a number")
-    yield reward("a dict without reward", "def reward(p, r, e): return {'score': 1}\n", "'mine:reward'", "score")
+    yield reward("a dict without reward", "def reward(p, r, e): return {'grade': 1}\n", "'mine:reward'", "grade")
     yield reward("a short batch", "def reward(prompts, responses, entries): return []\n", "'mine:reward'", "not a list")
     yield reward(
         "it never ends",
@@ -467,7 +467,8 @@ def machines() -> Iterator[Case]:
         "no.txt",
         environ={"STREAMRL_SECRET_FILE": "no.txt"},
     )
-    yield case("loggers that are not installed", f"{run} --set 'run.loggers=[\"wandb\"]'", "wandb", "pip install")
+    yield case("loggers that are not installed", f"{run} --set 'run.loggers=[\"mlflow\"]'", "mlflow", "pip install")
+    yield case("a logger that is not logged in", f"{run} --set 'run.loggers=[\"wandb\"]'", "wandb login", "offline")
     yield case(
         "a broker that is down", f"{run} --set broker.url=redis://127.0.0.1:9", "127.0.0.1:9", "unavailable", code=1
     )
