@@ -43,7 +43,7 @@ from orchestrator.config.schema import (
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
 from transport.broker.base import without_password
-from transport.contracts.settings import Algorithm, Section, Settings
+from transport.contracts.settings import Algorithm, DataPart, Section, Settings
 from transport.process.files import read_own
 from transport.process.secret import read_secret
 
@@ -269,6 +269,8 @@ SET_FOR: Mapping[str, Sequence[str]] = {
     "trainer.lr_schedule": ("trainer.lr_min_share",),
 }
 """Setting -> those that a preset sets for its value alone."""
+SET_FOR_DATA = ("data.path", "data.shuffle", "eval.path", "eval.sets")
+"""Settings that a preset sets for its data; parts of ``data.mix`` that all have data of their own take its place."""
 
 
 def _apply(
@@ -279,14 +281,18 @@ def _apply(
     forgotten: gets a sentence for each key whose value goes so.
     Returns: one error for each setting that is wrong by itself, and therefore left out.
     """
+
+    def forget(keys: Sequence[str], why: str) -> None:
+        for key in keys:
+            if key in values and _is_given(origins[key]):
+                was = f"{key} = {to_toml(values.pop(key))} ({origins[key]})"
+                forgotten[key] = f"{was} is not used: {why}"
+                origins[key] = DEFAULT
+
     settings = [one for setting in layer for one in _of_sections(setting)]
     for setting in settings:
         if setting.key in SET_FOR and values.get(setting.key) != setting.value:
-            for key in SET_FOR[setting.key]:
-                if key in values and _is_given(origins[key]):
-                    was = f"{key} = {to_toml(values.pop(key))} ({origins[key]})"
-                    forgotten[key] = f"{was} is not used: {setting.key} is another ({setting.where})"
-                    origins[key] = DEFAULT
+            forget(SET_FOR[setting.key], f"{setting.key} is another ({setting.where})")
     wrong: list[ConfigError] = []
     for setting in settings:
         key, _ = setting.field
@@ -297,6 +303,11 @@ def _apply(
             continue
         origins.pop(key)  # so that they end in the order in which they were set: of a broken rule the last is blamed
         origins[key] = setting.origin or setting.where
+    here = {setting.field[0] for setting in settings}
+    mix = typing.cast("dict[str, DataPart]", values.get("data.mix", {})) if "data.mix" in here else {}
+    if mix and all(part.path or part.source or part.task for part in mix.values()):
+        others = [key for key in SET_FOR_DATA if key not in here]
+        forget(others, f"each part of data.mix has data of its own ({origins['data.mix']})")
     return wrong
 
 

@@ -207,6 +207,24 @@ def test_other_data_forgets_only_what_a_preset_set(tmp_path: Path):
     assert all(f"# {sentence}" in render(left, defaults=False).splitlines() for sentence in left.forgotten)
 
 
+def test_a_mixture_of_other_data_takes_the_place_of_a_presets(tmp_path: Path):
+    file = tmp_path / "mix.toml"
+    file.write_text(
+        '[data.mix.plus]\npath = "plus.jsonl"\n[data.mix.sums]\nsource = "reasoning_gym"\ntask = "chain_sum"\n'
+    )
+    mixed = resolve("smollm2", [file], [], {})
+    data, held_out = mixed.settings.data, mixed.settings.eval
+    assert (data.path, data.shuffle, held_out.path, held_out.problems) == ("", True, "", 256)
+    assert len(mixed.forgotten) == 3
+    assert all("each part of data.mix has data of its own" in sentence for sentence in mixed.forgotten)
+    stored = tmp_path / "config.toml"
+    stored.write_text(render(mixed))
+    assert resolve(None, [stored], [], {}).settings == mixed.settings
+    with pytest.raises(ConfigError, match=r"data.path names none: set one of them .in more."):
+        resolve("smollm2", [file], ["data.mix.more.weight=2"], {})
+    assert with_set("data.mix.more.weight=2", preset="smollm2").settings.data.path == "preset:sums.jsonl"
+
+
 def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
     file = tmp_path / "mine.toml"
     file.write_text("[data]\ntask = 'gcd'\n\n[data.params]\nmax_value = 9\n\n[trainer]\n")
