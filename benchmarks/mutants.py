@@ -3,8 +3,8 @@
 60 mutations of product code (``benchmarks/mutations.py`` says which kinds), spread over all folders by their lines and
 drawn by ``--seed``, are made one after another in a copy of the tree. Each is tried against
 
-1. the tests that import its module, directly or through others: the fast tiers first, the nearest ones first; for half
-   of its time at most,
+1. the tests that import its module, directly or through others: the nearest ones first, fast tiers before slow ones
+   that are as near or little nearer; for half of its time at most,
 2. every other test of ``make test``, in its order, as far as the time goes: ``--minutes``, 2 for both.
 
 A mutation is found when a test fails or hangs that passes alone in a copy without the mutation; a test that is not of
@@ -58,7 +58,9 @@ ROOT = Path(__file__).parents[1]
 MUTANTS = 60
 JOBS = 2
 FAST = ("unit", "contract", "property", "sim", "golden", "fuzz")
-"""Tiers whose tests are tried first."""
+"""Tiers whose tests are tried first, where they are about as near as others."""
+SLOW_AWAY = 2
+"""Imports that the tests of other tiers count as further away."""
 NOT_OF_MAKE_TEST = ("chaos", "gpu", "compose")
 MARKED = "not chaos and not long and not sglang"
 FEW, MANY = 8, 64
@@ -335,10 +337,10 @@ class Nearness:
                     waiting.append(importer)
         words = {word for word in mutation.function.split(".") if not word.startswith(("_", "<"))}
 
-        def rank(test: str) -> tuple[bool, int, int, str]:
+        def rank(test: str) -> tuple[int, int, str]:
             names_it = bool(words) and all(word in self._texts[test] for word in words)
             tier = FAST.index(_tier(test)) if _tier(test) in FAST else len(FAST)
-            return tier == len(FAST), away[test] - names_it, tier, test
+            return away[test] - names_it + SLOW_AWAY * (tier == len(FAST)), tier, test
 
         return sorted((test for test in away if _is_test(test)), key=rank)
 
