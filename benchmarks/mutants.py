@@ -59,7 +59,7 @@ MUTANTS = 60
 JOBS = 2
 FAST = ("unit", "contract", "property", "sim", "golden", "fuzz")
 """Tiers whose tests are tried first, where they are about as near as others."""
-SLOW_AWAY = 2
+SLOW_AWAY = 1
 """Imports that the tests of other tiers count as further away."""
 NOT_OF_MAKE_TEST = ("chaos", "gpu", "compose")
 MARKED = "not chaos and not long and not sglang"
@@ -339,6 +339,7 @@ class Nearness:
 
         def rank(test: str) -> tuple[int, int, str]:
             names_it = bool(words) and all(word in self._texts[test] for word in words)
+            names_it = names_it or Path(test).stem == f"test_{Path(file).stem}"
             tier = FAST.index(_tier(test)) if _tier(test) in FAST else len(FAST)
             return away[test] - names_it + SLOW_AWAY * (tier == len(FAST)), tier, test
 

@@ -137,7 +137,7 @@ def test_the_nearest_tests_of_the_fast_tiers_come_first(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     nearness = Nearness(tmp_path)
     mutation = Mutation(file=FILE, function="add", kind="call", before="", after="")
-    names = ["unit/test_names_it", "unit/test_near", "unit/test_far", "integration/test_near", "unit/test_further"]
+    names = ["unit/test_names_it", "unit/test_near", "integration/test_near", "unit/test_far", "unit/test_further"]
     assert nearness.tests_of(mutation, FILE) == [f"tests/{name}.py" for name in names]
     assert nearness.tests == sorted(nearness.tests)
     assert "tests/chaos/test_kills.py" not in nearness.tests
