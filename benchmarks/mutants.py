@@ -493,6 +493,8 @@ def _hangs(known: Known, outcome: Outcome) -> bool:
 
 def chosen(options: argparse.Namespace) -> list[Mutation]:
     """The mutations to try, as the options ask for them."""
+    if not (options.tree / "orchestrator").is_dir():
+        raise MutantsError(f"{options.tree} has no folder orchestrator: --tree names a checkout of StreamRL")
     if options.list:
         try:
             mutations = msgspec.json.decode(Path(options.list).read_bytes(), type=list[Mutation])
@@ -502,7 +504,12 @@ def chosen(options: argparse.Namespace) -> list[Mutation]:
         mutations = draw(options.tree, MUTANTS, options.seed)
     if options.save:
         Path(options.save).write_bytes(msgspec.json.format(msgspec.json.encode(mutations)) + b"\n")
-    mutations = [one for one in mutations if re.search(options.only, f"{one} {one.before}")]
+    try:
+        mutations = [one for one in mutations if re.search(options.only, f"{one} {one.before}")]
+    except re.error as error:
+        raise MutantsError(f"--only {options.only!r} is no regular expression: {error}") from error
+    if not mutations:
+        raise MutantsError(f"--only {options.only!r} matches none of the mutations: --save FILE writes them")
     if options.sample and options.sample < len(mutations):
         mutations = [mutations[number * len(mutations) // options.sample] for number in range(options.sample)]
     return mutations
