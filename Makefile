@@ -9,6 +9,7 @@ TESTS ?= tests
 MINUTES ?= 10
 SEED ?= 0
 JOBS ?= logical
+HOURS ?= 1
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -24,7 +25,8 @@ help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  PRESET=tiny ARGS="--set trainer.lr=5e-3"   for run        TESTS=tests/unit JOBS=0   for test'
-	@echo '  NAME=engine ARGS="..."                     for bench      TORCH_INDEX=URL    package index to take torch from'
+	@echo '  NAME=engine ARGS="..."                     for bench      HOURS=8             for test-long'
+	@echo '  TORCH_INDEX=URL                            package index to take torch from'
 
 run: .venv/.ready-run ## train a small LLM by reinforcement learning and watch its reward rise
 	@STREAMRL_MAKE_FROM="$(PWD)" $(BIN)/streamrl-orchestrator run --preset $(PRESET) $(ARGS)
@@ -38,8 +40,13 @@ chaos-random: .venv/.ready-dev ## random faults in random modes for MINUTES, dra
 test-chaos: .venv/.ready-dev ## kill real processes at named points of a run
 	@$(PYTEST) $(SIDE_BY_SIDE) -m "chaos and not long" $(TESTS) $(ARGS)
 
-test-long: .venv/.ready-dev ## tests that wait for minutes, further kills, and what is installed without make
+test-long: .venv/.ready-dev ## tests that wait for minutes, further kills, what is installed without make; a soak of HOURS
 	@$(PYTEST) $(SIDE_BY_SIDE) -m long $(TESTS) $(ARGS)
+ifeq ($(strip $(TESTS) $(ARGS)),tests)
+ifneq ($(HOURS),0)
+	@$(BIN)/python -m benchmarks.soak --hours $(HOURS)
+endif
+endif
 
 test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLANG_VENV=DIR
 	@$(PYTEST) -m sglang $(TESTS) $(ARGS)

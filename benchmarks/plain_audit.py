@@ -69,8 +69,7 @@ def audit(run_dir: Path, broker: redis.Redis, expected: Expected) -> Findings:
     """Look at everything that a finished run left. broker: a client of a server with its data."""
     found = Findings()
     trained = _check_ledger(run_dir / "checkpoints", expected, found)
-    events = list(_events(run_dir / "journal", found))
-    _check_journal(events, trained, expected, found)
+    _check_journal(_events(run_dir / "journal", found), trained, expected, found)
     _check_rounds(_entries(broker, expected.name, "rounds"), trained, expected, found)
     _check_weights(_entries(broker, expected.name, "weights"), found)
     _check_metrics(run_dir / "metrics.jsonl", expected, found)
@@ -145,7 +144,7 @@ def _events(journal: Path, found: Findings) -> Iterator[Mapping[str, Any]]:
             yield record["event"]
 
 
-def _check_journal(events: list[Mapping[str, Any]], trained: set[Row], expected: Expected, found: Findings) -> None:
+def _check_journal(events: Iterator[Mapping[str, Any]], trained: set[Row], expected: Expected, found: Findings) -> None:
     """Each batch was stepped, in the newest lineage with as many rows as its ledger has; nothing was too old."""
     steps: dict[int, Mapping[str, Any]] = {}
     oldest: dict[Row, list[int]] = defaultdict(list)
@@ -169,6 +168,7 @@ def _check_journal(events: list[Mapping[str, Any]], trained: set[Row], expected:
     if epochs != sorted(epochs):
         found.problems.append(f"epochs of the surviving steps fall: {epochs}")
     counted = sum(step["num_rows"] for step in steps.values())
+    found.counts["twice"] += max(0, counted - expected.passes * len(trained))
     if counted != expected.passes * len(trained):
         found.problems.append(f"the steps count {counted} rows in {expected.passes} passes, the ledger {len(trained)}")
     found.name("trained groups that nobody scored", {row[:2] for row in trained} - scored)
@@ -203,7 +203,9 @@ def _check_rounds(rounds: list[Mapping[str, Any]], trained: set[Row], expected: 
             found.problems.append(f"{key} was closed with {command['num_rows']} rows, and {len(sent[key])} were sent")
     for number in range(expected.passes):
         rows = Counter(row for key, of_key in sent.items() if key[1] == number for row in of_key)
-        found.name(f"rows sent twice in pass {number}", [row for row, count in rows.items() if count > 1])
+        twice = [row for row, count in rows.items() if count > 1]
+        found.counts["twice"] += len(twice)
+        found.name(f"rows sent twice in pass {number}", twice)
         found.name(f"rows sent in pass {number} and not trained", set(rows) - trained)
     found.counts["rounds"] = len(rounds)
 

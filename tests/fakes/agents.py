@@ -91,6 +91,7 @@ class ScriptedEngine:
         self.held = asyncio.Event()
         self.held.set()
         self.failure = ""
+        self.closed = False
         self.asked, self.called_off = asyncio.Event(), asyncio.Event()
         self._waiting: dict[tuple[GroupId, int], GenerationRequest] = {}
         self._results = ResultQueue()
@@ -157,6 +158,7 @@ class ScriptedEngine:
         return EngineLoad(running=len(self._waiting), waiting=0, busy_s=0.0, tokens=0)
 
     async def close(self) -> None:
+        self.closed = True
         if self._results.serving is not None:
             self._results.serving.cancel()
 

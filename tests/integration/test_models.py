@@ -12,6 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors import safe_open
@@ -127,6 +128,30 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_paths_that_lead_nowhere(path: str, message: str, tmp_path: Path):
     with pytest.raises(ModelError, match=message):
         prepare_model(path, cache_dir=tmp_path, say=lambda line: None)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_name_of_the_hub_is_fetched_and_checked(
+    trusted: bool, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[str, set[str]]] = []
+
+    def fetch(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, set(allow_patterns)))
+        return str(copy)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    said: list[str] = []
+    found = prepare_model("some/model", cache_dir=tmp_path, trust_remote_code=trusted, say=said.append)
+    assert found == copy
+    assert said == ["looking up some/model on the hub"]
+    ((name, patterns),) = asked
+    assert name == "some/model"
+    assert {"*.json", "*.safetensors"} <= patterns
+    assert ("*.py" in patterns) == trusted
+    (copy / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        prepare_model("some/model", cache_dir=tmp_path, say=said.append)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path):

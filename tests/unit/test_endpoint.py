@@ -767,5 +767,6 @@ async def test_a_lease_that_waits_when_the_worker_ends_is_told_so(tmp_path: Path
             while not (await served.run.get("/sessions")).json()["agents_waiting"]:
                 pass
         await served.engine.close()
+        assert served.inner.closed
         answer = await waiting
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "closing")

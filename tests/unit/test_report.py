@@ -411,6 +411,18 @@ def test_a_long_title_ends_within_the_picture():
     assert title.get_window_extent(FigureCanvasAgg(chart).get_renderer()).x1 < chart.bbox.x1
 
 
+def test_a_legend_stays_within_its_picture_however_unequal_the_names():
+    names = ("a", "b", "c", "data.mix.a_part_with_a_long_name", "d", "e")
+    chart = draw_chart("x", [Series(name=name, points=[(1, 1.0), (2, 3.0)]) for name in names])
+    assert chart is not None
+    to_svg(chart)
+    legend = chart.axes[0].get_legend()
+    assert legend is not None
+    room, whole = legend.get_window_extent(), chart.bbox
+    assert whole.x0 <= room.x0 < room.x1 <= whole.x1
+    assert room.y1 <= whole.y1
+
+
 def test_a_picture_of_the_same_numbers_is_the_same_file_and_its_text_is_text():
     def drawn() -> str:
         names = ("_hidden $\\frac{1}{0}$", "<b>\u4e2d\x1b", "third & last")
