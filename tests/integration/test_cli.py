@@ -56,7 +56,7 @@ def test_a_run_is_found_by_its_name_also_beside_a_directory_that_is_called_alike
     run_dir = tmp_path / "runs" / "mine"
     run_dir.mkdir(parents=True)
     (run_dir / "config.toml").write_text("")
-    for arguments in (["report", "mine"], ["compare", "mine", "mine"]):
+    for arguments in (["report", "mine"], ["compare", "mine", "runs"]):
         assert "runs/mine holds no run (no journal)" in cli(*arguments, cwd=tmp_path).stderr
 
 
