@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -155,7 +156,9 @@ async def test_one_that_always_fails_is_given_up_with_its_reason_and_others_go_o
         await other.reset("say it", b"{}")
         with pytest.raises(EnvironmentFailedError, match=rf"{reason}.*\(turn 1, 2 attempts\)"):
             await episode.step(text, [1])
+        assert re.search(reason, environments.problem)
         assert (await other.step("fine", [1])).messages == (Message(role="tool", content="1:fine"),)
+        assert environments.problem == ""
 
 
 async def test_a_replay_that_goes_another_way_is_no_replay() -> None:

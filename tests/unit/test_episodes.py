@@ -49,6 +49,7 @@ class Script:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.opened = self.closed = 0
+        self.problem = ""
 
     async def start(self) -> None:
         pass
@@ -399,6 +400,13 @@ async def test_a_waiting_turn_leaves_its_slot_to_others() -> None:
         one.say(await one.turn(2), [11])
         await one.completion()
         assert one.engine.load().capacity == 4
+
+
+async def test_calls_of_an_environment_that_fail_are_the_trouble_of_its_worker() -> None:
+    async with world(done()) as one:
+        assert one.engine.load().trouble == ""
+        one.script.problem = "it took longer than 2 s"
+        assert one.engine.load().trouble == "its environment fails: it took longer than 2 s"
 
 
 @pytest.mark.parametrize("where", ["at its environment", "in the engine", "between them"])
