@@ -324,6 +324,7 @@ class RedisLink:
                 watchers.arguments.pop("db", None)
         self._connections = _Connections(kind, arguments, watchers)
         self._uses_tls = issubclass(kind, SSLConnection)
+        self._shows_certificate = bool(tls.cert)
         self.outage_s = outage_s
         self._timeout_s = timeout_s
         self.max_block_s = timeout_s / 2
@@ -445,6 +446,7 @@ class RedisLink:
     def _connection_error(self, error: Exception) -> BrokerUnavailableError | BrokerRejectedError:
         """Rejected when the two sides do not agree on the password, or on TLS."""
         cause: BaseException | None = error
+        was_reset = False
         while cause is not None:
             if isinstance(cause, (exceptions.AuthenticationError, _NO_PASSWORD)) or _WRONG_PASSWORD in str(cause):
                 asked = (
@@ -471,8 +473,12 @@ class RedisLink:
                     f"broker {self.address} does not speak TLS as asked ({cause.reason}): "
                     "use redis:// for a server without TLS"
                 )
+            was_reset = was_reset or isinstance(cause, ConnectionResetError)
             cause = cause.__cause__ or cause.__context__
         reason = str(error)
+        if self._uses_tls and was_reset and not self._shows_certificate:
+            # a reset may come before the words in which a server refuses a client without one
+            reason += " (if it asks for a certificate, set broker.tls_cert and broker.tls_key)"
         if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
             # a server without TLS waits for the end of what it takes for a command
             reason = "no answer in time" + (" (if it does not speak TLS, use redis://)" if self._uses_tls else "")
