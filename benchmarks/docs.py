@@ -5,7 +5,7 @@
     commands_failed  those that ended with another exit code than 0, or not in time
     skipped          reason -> commands that were not run for it
 
-All pages share one directory, a copy of the files that git tracks with this checkout's environment, and are tried in
+All pages share one directory, a copy of its files with this checkout's environment, and are tried in
 the order README, CONTRIBUTING, docs: runs that README makes are there for the others, also in later calls with the same
 ``--keep``. ``.venv/bin`` is not on the path.
 A Valkey server with the password "..." listens on a free port, ``{redis}`` below.
@@ -42,6 +42,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from benchmarks.checkouts import copy_files
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = ("sh", "python", "toml", "json", "text")
@@ -296,11 +298,8 @@ def session_lives(process: subprocess.Popen[bytes]) -> bool:
 
 
 def copy_checkout(target: Path) -> None:
-    """What git tracks, this checkout's environment, and nothing that would make ``make`` set it up again."""
-    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")[:-1]:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, target / name)
+    """Copy this checkout's files, its environment, and nothing that would make ``make`` set it up again."""
+    copy_files(ROOT, target)
     if not (target / ".venv").exists():
         (target / ".venv").symlink_to(ROOT / ".venv")
     for name in ("pyproject.toml", ".ci/setup"):

@@ -69,15 +69,15 @@ Node = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The four packages below ``root``. Module names and trees are those of all .py files in them."""
+    """Packages below ``root``. Module names and trees are those of all .py files in them."""
 
     root: Path
     trees: Mapping[str, ast.Module]  # by path from the root
     modules: Mapping[str, str]  # dotted name -> path
 
     @classmethod
-    def read(cls, root: Path) -> Product:
-        paths = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    def read(cls, root: Path, packages: Sequence[str] = PACKAGES) -> Product:
+        paths = [path for package in packages for path in sorted((root / package).rglob("*.py"))]
         trees = {path.relative_to(root).as_posix(): ast.parse(path.read_bytes()) for path in paths}
         return cls(root, trees, {dotted(name): name for name in trees})
 

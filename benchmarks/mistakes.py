@@ -33,7 +33,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.wrong_inputs import EMULATED, ROWS, TOPICS, Case
+from benchmarks import wrong_inputs, wrong_inputs_users
+from benchmarks.wrong_inputs import EMULATED, ROWS, Case
 
 LIMIT_S = 5.0
 END_S = 240.0
@@ -174,7 +175,10 @@ def main() -> None:
     parser.add_argument("-k", default="", help="only cases whose topic, name or command this expression finds")
     options = parser.parse_args()
     chosen = [
-        one for topic in TOPICS for one in topic() if re.search(options.k, f"{topic.__name__}: {one.about} {one.typed}")
+        one
+        for topic in (*wrong_inputs.TOPICS, *wrong_inputs_users.TOPICS)
+        for one in topic()
+        if re.search(options.k, f"{topic.__name__}: {one.about} {one.typed}")
     ]
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory(prefix="mistakes-") as made:

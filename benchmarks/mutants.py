@@ -30,7 +30,6 @@ itself fails.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -43,7 +42,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -52,7 +51,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.mutations import PACKAGES, Mutation, Point, draw, locate
+from benchmarks.checkouts import CheckoutError, copy_files, environment_of, make_environment
+from benchmarks.house import PACKAGES, Product
+from benchmarks.mutations import Mutation, Point, draw, locate
 
 ROOT = Path(__file__).parents[1]
 MUTANTS = 60
@@ -128,8 +129,12 @@ class Copy:
         self._mark = uuid.uuid4().hex
         self._edits = 0
         self._closed = False
-        _copy_files(tree, self.root)
-        self.python = _environment(_venv_of(tree), self.root)
+        copy_files(tree, self.root)
+        for words in (("init", "-q"), ("add", "-A")):  # some tests ask git for the files
+            subprocess.run(["git", *words], cwd=self.root, check=True, capture_output=True)
+        self.python = make_environment(environment_of(tree), self.root)
+        (site,) = self.root.glob(".venv/lib/python3*/site-packages")
+        (site / f"{PLUGIN}.py").write_text(PLUGIN_TEXT)
         self._share_caches()
 
     def _share_caches(self) -> None:
@@ -222,59 +227,6 @@ class Copy:
                 segment.unlink(missing_ok=True)
 
 
-def _copy_files(tree: Path, target: Path) -> None:
-    """The files of a checkout as they are now: those that git knows or would add."""
-    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        names = subprocess.run(listing, cwd=tree, capture_output=True, text=True, check=True).stdout.split("\0")
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise MutantsError(f"{tree} is no git checkout, or git is not installed: {error}") from error
-    for name in filter(None, dict.fromkeys(names)):
-        if (source := tree / name).is_file():  # not one that was deleted and is still listed
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name, follow_symlinks=False)
-    if not (target / "tests").is_dir():
-        raise MutantsError(f"{tree} has no folder tests: --tree names a checkout of StreamRL")
-    for words in (("init", "-q"), ("add", "-A")):  # some tests ask git for the files
-        subprocess.run(["git", *words], cwd=target, check=True, capture_output=True)
-
-
-def _venv_of(tree: Path) -> Path:
-    """The environment of a checkout; this one's where it has none."""
-    found = [venv for venv in (tree / ".venv", Path(sys.prefix)) if (venv / "pyvenv.cfg").is_file()]
-    if not found:
-        raise MutantsError(f"there is no environment in {tree}/.venv: run `make setup` there")
-    return found[0]
-
-
-def _environment(venv: Path, root: Path) -> Path:
-    """Make ``root``/.venv: the product from ``root``, libraries and programs from ``venv``. Returns its interpreter."""
-    made = root / ".venv"
-    (site,) = venv.glob("lib/python3*/site-packages")
-    own_site = made / site.relative_to(venv)
-    own_site.mkdir(parents=True)
-    shutil.copy2(venv / "pyvenv.cfg", made / "pyvenv.cfg")
-    # Names in order: the product comes before the libraries, and those before what their own .pth files import.
-    (own_site / "00_mutant.pth").write_text(f"{root}\n{site}\n")
-    for path in site.glob("*.pth"):
-        if not path.name.startswith("__editable__"):  # it would find the product in the checkout
-            shutil.copy2(path, own_site / path.name)
-    (own_site / f"{PLUGIN}.py").write_text(PLUGIN_TEXT)
-    (made / "bin").mkdir()
-    for path in (venv / "bin").iterdir():
-        target = made / "bin" / path.name
-        if path.is_symlink():
-            target.symlink_to(os.readlink(path))
-        elif path.stat().st_size < 10_000 and (text := path.read_bytes()).startswith(f"#!{venv}/".encode()):
-            target.write_bytes(text.replace(f"#!{venv}/".encode(), f"#!{made}/".encode(), 1))
-            target.chmod(0o755)
-        else:
-            target.symlink_to(path)
-    for mark in (".ready-run", ".ready-dev"):
-        (made / mark).touch()
-    return made / "bin" / "python"
-
-
 def check_copy(copy: Copy) -> None:
     """Raises MutantsError unless processes in the copy import the copy's product, however they are started."""
     file = "transport/contracts/types.py"
@@ -297,33 +249,17 @@ def check_copy(copy: Copy) -> None:
 # --- which tests come first -----------------------------------------------------------------------------------------
 
 
-def _imported(module: str, is_package: bool, tree: ast.Module, known: Mapping[str, str]) -> set[str]:
-    """Modules of the tree that a module imports anywhere in it; a package counts where it is named alone."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parts = module.split(".")
-            above = parts[: len(parts) - node.level + is_package] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return found & known.keys()
-
-
 class Nearness:
     """How far a test is from a module: the number of imports between them, by what the files say."""
 
     def __init__(self, root: Path) -> None:
-        files = [path for top in (*PACKAGES, "tests") for path in sorted((root / top).rglob("*.py"))]
-        self._modules = {_module_of(path.relative_to(root)): path.relative_to(root).as_posix() for path in files}
-        self._texts = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in files}
+        product = Product.read(root, (*PACKAGES, "tests"))
         self._importers: defaultdict[str, set[str]] = defaultdict(set)
-        for module, file in self._modules.items():
-            tree = ast.parse(self._texts[file])
-            for name in _imported(module, file.endswith("__init__.py"), tree, self._modules):
-                self._importers[self._modules[name]].add(file)
-        self.tests = sorted(file for file in self._texts if _is_test(file))
+        for file, imported in product.imports().items():
+            for one in imported:
+                self._importers[one].add(file)
+        self.tests = sorted(filter(_is_test, product.trees))
+        self._texts = {test: (root / test).read_text(encoding="utf-8") for test in self.tests}
 
     def tests_of(self, mutation: Mutation, file: str) -> list[str]:
         """The test files that import ``file``, directly or through others: those to try first come first."""
@@ -344,10 +280,6 @@ class Nearness:
             return away[test] - names_it + SLOW_AWAY * (tier == len(FAST)), tier, test
 
         return sorted((test for test in away if _is_test(test)), key=rank)
-
-
-def _module_of(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def _tier(test: str) -> str:
@@ -493,8 +425,9 @@ def _hangs(known: Known, outcome: Outcome) -> bool:
 
 def chosen(options: argparse.Namespace) -> list[Mutation]:
     """The mutations to try, as the options ask for them."""
-    if not (options.tree / "orchestrator").is_dir():
-        raise MutantsError(f"{options.tree} has no folder orchestrator: --tree names a checkout of StreamRL")
+    for folder in ("orchestrator", "tests"):
+        if not (options.tree / folder).is_dir():
+            raise MutantsError(f"{options.tree} has no folder {folder}: --tree names a checkout of StreamRL")
     if options.list:
         try:
             mutations = msgspec.json.decode(Path(options.list).read_bytes(), type=list[Mutation])
@@ -564,7 +497,7 @@ def main() -> None:
         print(f"seed {options.seed}: {len(mutations)} mutations of {options.tree}", flush=True)
         with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
             verdicts = measure(options, mutations, Path(name).resolve())
-    except MutantsError as error:
+    except (CheckoutError, MutantsError) as error:
         sys.exit(f"mutants: {error}")
     found = sum(bool(verdict.by) for verdict in verdicts)
     gone = sum(verdict.gone for verdict in verdicts)

@@ -16,12 +16,14 @@ import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
-PACKAGES = ("orchestrator", "workers", "transport", "ranker", "compose")
+from benchmarks.house import PACKAGES
+
 KINDS = {
     "compare": "a < b       -> a <= b, == -> !=, in -> not in",
     "arithmetic": "a + b       -> a - b, * -> +, // -> *, += -> -=",
@@ -151,16 +153,25 @@ class _Finder(ast.NodeVisitor):
 
     def _named(self, name: str, nodes: Iterable[ast.AST]) -> None:
         self._names.append(name)
+        self._each(nodes)
+        self._names.pop()
+
+    def _each(self, nodes: Iterable[ast.AST]) -> None:
         for node in nodes:
             self.visit(node)
-        self._names.pop()
 
     def _valued(self, name: str, node: ast.AST | None) -> None:
         """A value that has a name: one that is a duration keeps its numbers."""
         if node is not None and name not in NO_EFFECT:
-            before, self._duration = self._duration, self._duration or bool(DURATION.search(name))
-            self.visit(node)
-            self._duration = before
+            with self._within(DURATION.search(name)):
+                self.visit(node)
+
+    @contextmanager
+    def _within(self, duration: object) -> Iterator[None]:
+        """A place whose numbers are kept where ``duration`` is true, as they are in a place around it."""
+        before, self._duration = self._duration, self._duration or bool(duration)
+        yield
+        self._duration = before
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         if node.name in ("__repr__", "__rich_repr__") or (node.returns and "TypeGuard" in ast.dump(node.returns)):
@@ -172,8 +183,7 @@ class _Finder(ast.NodeVisitor):
         for argument, default in defaults:
             if isinstance(default, ast.Constant) and not DURATION.search(argument.arg):
                 self._constant("default", default)
-        for statement in node.body:
-            self.visit(statement)
+        self._each(node.body)
         self._names.pop()
 
     visit_AsyncFunctionDef = visit_FunctionDef
@@ -203,54 +213,45 @@ class _Finder(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None: ...
 
     def visit_match_case(self, node: ast.match_case) -> None:
-        for part in (*filter(None, [node.guard]), *node.body):
-            self.visit(part)
+        self._each((*filter(None, [node.guard]), *node.body))
 
     # -- what is changed
 
     def visit_If(self, node: ast.If) -> None:
         words = ast.dump(node.test)
         if "'TYPE_CHECKING'" in words or "'__name__'" in words:
-            for statement in node.orelse:
-                self.visit(statement)
-            return
-        self._condition(node.test)
-        self.generic_visit(node)
+            self._each(node.orelse)
+        else:
+            self._conditional(node)
 
     def visit_While(self, node: ast.While) -> None:
         if isinstance(node.test, ast.Constant):
-            for statement in node.body:
-                self.visit(statement)
-            return
-        self._condition(node.test)
-        self.generic_visit(node)
+            self._each(node.body)
+        else:
+            self._conditional(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
+        self._conditional(node)
 
-    def _condition(self, test: ast.expr) -> None:
-        if not isinstance(test, ast.UnaryOp):  # `not` is dropped elsewhere
-            start, end = self._span(test)
+    def _conditional(self, node: ast.If | ast.While | ast.IfExp) -> None:
+        if not isinstance(node.test, ast.UnaryOp):  # `not` is dropped elsewhere
+            start, end = self._span(node.test)
             self._add("condition", start, end, f"not ({self._source[start:end].decode()})")
+        self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = [node.left, *node.comparators]
         for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
             if not (isinstance(left, ast.Call) and _name_of(left.func) == "type"):
                 self._swap("compare", operator, self._span(left)[1], self._span(right)[0])
-        before = self._duration
-        self._duration = before or any(DURATION.search(_name_of(side)) for side in sides)
-        self.generic_visit(node)
-        self._duration = before
+        with self._within(any(DURATION.search(_name_of(side)) for side in sides)):
+            self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         if type(node.op) in SWAPPED and not any(map(_is_text_or_list, (node.left, node.right))):
             self._swap("arithmetic", node.op, self._span(node.left)[1], self._span(node.right)[0])
-        before = self._duration
-        self._duration = before or any(DURATION.search(_name_of(side)) for side in (node.left, node.right))
-        self.generic_visit(node)
-        self._duration = before
+        with self._within(any(DURATION.search(_name_of(side)) for side in (node.left, node.right))):
+            self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if type(node.op) in SWAPPED and not _is_text_or_list(node.value):
@@ -304,9 +305,8 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
             start, end = self._span(node.func)
             self._add("minmax", start, end, "max" if node.func.id == "min" else "min")
-        before, self._duration = self._duration, self._duration or _name_of(node.func) in DURATION_CALLS
-        self.generic_visit(node)
-        self._duration = before
+        with self._within(_name_of(node.func) in DURATION_CALLS):
+            self.generic_visit(node)
 
     def visit_Break(self, node: ast.Break) -> None:
         self._add("jump", *self._span(node), "continue")

@@ -193,16 +193,14 @@ def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Po
     """(those that generate, those that train), the same where they are colocated. Raises ConfigError."""
     usual = ("40xH800", "88xH800") if profile is None else (f"1x{NAME}",) * 2
     known = hardware(profile)
-    named_pools = {"--generate": generate, "--train": "" if train == COLOCATED else train}
-    pools = {option: _pool(option, given, known) for option, given in named_pools.items() if given}
+    generation = _pool("--generate", generate or usual[0], known)
+    training = generation if train == COLOCATED else _pool("--train", train or usual[1], known)
     measured = any(NAME in given for given in (generate, train))  # of one machine, which its profile names
     if profile is None and not measured and bool(generate) != bool(train):
         named, other, do = ("--generate", "--train", "train") if generate else ("--train", "--generate", "generate")
         both = "; or those that generate train too: --train colocated --pipeline serial" if generate else ""
         example = f"{other} {generate or (train if train != COLOCATED else usual[0])}"
         raise ConfigError(f"nothing says which GPUs {do}: add them, as {example}{both}", where=named)
-    generation = pools.get("--generate") or _pool("--generate", usual[0], known)
-    training = generation if train == COLOCATED else pools.get("--train") or _pool("--train", usual[1], known)
     measured = training.gpu.measured
     if measured is not None and training is generation:
         raise ConfigError("what a switch between the stages takes was not profiled", where="--train")

@@ -269,8 +269,6 @@ SET_FOR: Mapping[str, Sequence[str]] = {
     "trainer.lr_schedule": ("trainer.lr_min_share",),
 }
 """Setting -> those that a preset sets for its value alone."""
-SET_FOR_DATA = ("data.path", "data.shuffle", "eval.path", "eval.sets")
-"""Settings that a preset sets for its data; parts of ``data.mix`` that all have data of their own take its place."""
 
 
 def _apply(
@@ -305,8 +303,8 @@ def _apply(
         origins[key] = setting.origin or setting.where
     here = {setting.field[0] for setting in settings}
     mix = typing.cast("dict[str, DataPart]", values.get("data.mix", {})) if "data.mix" in here else {}
-    if mix and all(part.path or part.source or part.task for part in mix.values()):
-        others = [key for key in SET_FOR_DATA if key not in here]
+    if mix and all(part.path or part.source or part.task for part in mix.values()):  # as by another data.path
+        others = [key for key in ("data.path", *SET_FOR["data.path"]) if key not in here]
         forget(others, f"each part of data.mix has data of its own ({origins['data.mix']})")
     return wrong
 
@@ -345,9 +343,14 @@ def _typed(setting: Setting, values: Mapping[str, object]) -> object:
     value = setting.value
     if inside:  # only from --set: one entry of a table, the others stay
         value = _replaced(msgspec.to_builtins(values.get(key, {})), inside, value)
-    elif getattr(field.type, "__origin__", field.type) is str and setting.text is not None:
+    elif _is_text(field.type) and setting.text is not None:
         value = setting.text if not isinstance(value, str) else value  # --set run.name=7
     return _converted(setting, value, field.type, key)
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a setting of this type is any text, or one within limits."""
+    return getattr(kind, "__origin__", kind) is str
 
 
 NO_VALUES = ("None", "null", "nil")
@@ -356,7 +359,7 @@ NO_VALUES = ("None", "null", "nil")
 
 def _converted(setting: Setting, value: object, kind: Any, key: str) -> object:
     """Raises ConfigError: what the setting ``key`` of the schema must be."""
-    if value in NO_VALUES and getattr(kind, "__origin__", kind) is str:
+    if value in NO_VALUES and _is_text(kind):
         problem = f'{setting.key} = "{value}" is a text of {len(str(value))} letters; leave it out for the default, or '
         raise ConfigError(f'{problem}write "" for an empty text', key=key, where=setting.where)
     try:

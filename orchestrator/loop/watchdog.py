@@ -133,10 +133,9 @@ class Watchdog:
         """For the status: the wait and for how long nothing progressed, once that is over ``warn_s``."""
         still_s = self._still_s()
         wait = state.wait() if still_s >= self._liveness.warn_s else None
-        shown = shown_wait(wait, self._clock.now_s())
+        shown = shown_wait(wait and self._explained(wait), self._clock.now_s())
         pending = {"pending": dict(self.pending)} if self.pending else {}
-        cause = {"why": "; ".join(self._causes)} if self._causes else {}
-        return shown and {**cause, **shown, "still_s": round(still_s, 1), **pending}
+        return shown and {**shown, "still_s": round(still_s, 1), **pending}
 
     def check(self, state: Waiting) -> None:
         """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.
@@ -155,26 +154,28 @@ class Watchdog:
             self._progress_s = self._clock.now_s()
             return
         if still_s >= self._liveness.stall_s * (RETRIED_STALLS if wait.retried else 1):
-            raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}{self._beside(wait)}")
+            raise StalledError(f"no progress for {still_s:.0f} s: {self._detail(state, wait)}")
         if still_s < self._liveness.warn_s:
             return
         if self._warned_of is None or not wait.is_same(self._warned_of):
             self._warned_of = wait
-            named = msgspec.to_builtins(wait)
-            detail = state.describe_wait() + self._beside(wait)
-            log.warning("no progress", seconds=round(still_s), **named, detail=detail)
+            named = msgspec.to_builtins(self._explained(wait))
+            log.warning("no progress", seconds=round(still_s), **named, detail=self._detail(state, wait))
 
-    @property
-    def _causes(self) -> list[str]:
-        """More than the core knows of."""
-        last = [f"the last attempt failed: {self._failure}"] if self._failure else []
-        return [*last, *(f"{worker}: {trouble}" for worker, trouble in sorted(self.troubles.items()))]
+    def _explained(self, wait: Wait) -> Wait:
+        """The wait with why its owner does not act, where the core knows of no reason."""
+        owners = wait.owner.replace(",", " ").split()
+        causes = [trouble for worker, trouble in sorted(self.troubles.items()) if worker in owners]
+        if self._failure and wait.stage == "generation":
+            causes.append(f"the last attempt failed: {self._failure}")
+        return msgspec.structs.replace(wait, why=wait.why or "; ".join(dict.fromkeys(causes)))
 
-    def _beside(self, wait: Wait) -> str:
-        """Causes where the core has none, and processes that are not started yet."""
+    def _detail(self, state: Waiting, wait: Wait) -> str:
+        """All that is known, in words: the wait, its cause, and processes that are not started yet."""
+        cause = "" if wait.why else self._explained(wait).why
         waiting = ", ".join(f"{name} ({reason})" for name, reason in self.pending.items())
-        parts = [*([] if wait.why else self._causes), *([f"not started yet: {waiting}"] if waiting else [])]
-        return "".join(f"; {part}" for part in parts)
+        parts = (state.describe_wait(), cause, waiting and f"not started yet: {waiting}")
+        return "; ".join(filter(None, parts))
 
     def _judge(self, group_id: GroupId, failed: str) -> None:
         self._judged[group_id] = failed

@@ -6,7 +6,6 @@ The environment is empty but for the wheel and, so that nothing is downloaded, t
 from __future__ import annotations
 
 import email
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +16,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from benchmarks.checkouts import copy_files
 
 pytest.importorskip("setuptools", "77", reason="it builds, and nothing is downloaded")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -31,14 +32,11 @@ BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with both distributions, built as `python -m build` does, of a copy of what git tracks."""
+    """A directory with both distributions, built as `python -m build` does, of a copy of the checkout."""
     checkout = tmp_path_factory.mktemp("checkout")
     if not (ROOT / ".git").exists():
         pytest.skip("only a checkout says which files are the project's")
-    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")[:-1]:
-        target = checkout / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target)
+    copy_files(ROOT, checkout)
     (checkout / "dist").mkdir()
     subprocess.run([sys.executable, "-c", BUILD], cwd=checkout, check=True, stdout=subprocess.DEVNULL)
     return checkout / "dist"

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from benchmarks.soak import Reading, Written, bytes_a_batch, gains, gains_of_lives, is_reached, ratio
+from benchmarks.soak import is_reached
+from benchmarks.soak_growth import Reading, Written, bytes_a_batch, gains, gains_of_lives, ratio
 
 MB = 1_000_000
 

@@ -223,23 +223,25 @@ def test_what_an_engine_has_not_started_is_named_with_its_reason():
         dog.check(Waiting())
 
 
-def test_a_stall_names_what_failed_last_and_forgets_it_once_something_progressed():
+def test_a_stall_names_why_its_owner_does_not_act_and_no_other_workers_trouble():
     clock = ManualClock()
-    dog = Watchdog(LIMITS, clock)
+    dog, waiting = Watchdog(LIMITS, clock), Waiting("generation")
     failed = RolloutFailed(
         group_id=group_id(0, 1), worker_id=WorkerId("generate-0.1"), samples=(0,), reason="slow:Slow took 2 s"
     )
     dog.observe(failed)
+    dog.troubles = {"train-0.1": "no checkpoint"}
     clock.advance(6.0)
-    blocked = dog.blocked(Waiting())
+    blocked, elsewhere = dog.blocked(waiting), dog.blocked(Waiting("scoring"))
     assert blocked is not None
+    assert elsewhere is not None
     assert blocked["why"] == "the last attempt failed: slow:Slow took 2 s"
+    assert "why" not in elsewhere
     clock.advance(6.0)
-    with pytest.raises(StalledError, match=r"the last attempt failed: slow:Slow took 2 s"):
-        dog.check(Waiting())
-    dog.troubles = {"generate-0.1": "its environment fails"}
+    with pytest.raises(StalledError, match=r"score-0\.1; the last attempt failed: slow:Slow took 2 s"):
+        dog.check(waiting)
+    dog.troubles = {"score-0.1": "its disk is full"}
     dog.observe(PROGRESS)
     clock.advance(12.0)
-    with pytest.raises(StalledError, match=r"generate-0\.1: its environment fails") as stalled:
-        dog.check(Waiting())
-    assert "the last attempt" not in str(stalled.value)
+    with pytest.raises(StalledError, match=r"score-0\.1; its disk is full\Z"):
+        dog.check(waiting)

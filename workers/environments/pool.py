@@ -153,15 +153,15 @@ class EpisodeLink:
         number: int,
         *,
         max_replays: int,
+        problems: dict[type[Reset | Step], str],
         ended: Callable[[EnvironmentChild], None] | None = None,
-        tell: Callable[[Reset | Step, str], None] = lambda request, problem: None,
     ) -> None:
-        """tell: is called after each call, with why it failed or "" where it did not."""
+        """problems: is written: kind of request -> why the newest call of it failed, "" where it was answered."""
         self._child = child
         self._number = number
         self._max_replays = max_replays
         self._ended = ended
-        self._tell = tell
+        self._problems = problems
         self._is_over = False
         self._life = 0  # of the child that has it; 0: none
         self.journal: list[tuple[Reset | Step, Observed]] = []
@@ -200,9 +200,9 @@ class EpisodeLink:
                 except _CallFailedError as error:
                     self._life, reason = 0, str(error)  # what its environment is now is not known
                     log.warning("an environment failed", reason=reason, turn=len(self.journal), attempt=attempt)
-                    self._tell(request, reason)
+                    self._problems[type(request)] = reason
                     continue
-            self._tell(request, "")
+            self._problems[type(request)] = ""
             self.journal.append((request, answer))
             return answer
         raise EnvironmentFailedError(f"{reason} (turn {len(self.journal)}, {self._max_replays + 1} attempts)")
@@ -290,16 +290,14 @@ class EnvironmentPool:
 
     def open(self) -> EpisodeLink:
         """The environment of a new episode; ``close`` it at its end."""
-        number, replays = next(self._numbers), self._settings.max_replays
-        if not self._settings.executes_answers:
+        number, ended = next(self._numbers), None
+        if self._settings.executes_answers:
+            child, ended = self._child(), self._dismiss
+            self._children.append(child)
+        else:
             child = self._children[number % len(self._children)]
-            return EpisodeLink(child, number, max_replays=replays, tell=self._told)
-        child = self._child()
-        self._children.append(child)
-        return EpisodeLink(child, number, max_replays=replays, ended=self._dismiss, tell=self._told)
-
-    def _told(self, request: Reset | Step, problem: str) -> None:
-        self._problems[type(request)] = problem
+        replays = self._settings.max_replays
+        return EpisodeLink(child, number, max_replays=replays, problems=self._problems, ended=ended)
 
     @property
     def problem(self) -> str:

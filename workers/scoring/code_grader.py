@@ -274,9 +274,8 @@ class Grader:
     def _hold(self) -> list[tuple[str, float, int, int]]:
         """Look at all processes, and end them where together they are over a limit."""
         _reap()
-        if (names := _names()) and len(names) > self._job[
-            "processes"
-        ]:  # before their files, of a fork bomb's thousands
+        names = _names()
+        if len(names) > self._job["processes"]:  # before their files are read: a fork bomb has thousands
             self._kill("processes")
             return []
         processes = _others(names)
@@ -308,7 +307,7 @@ def _reap() -> None:
 
 
 def _names() -> list[str]:
-    """The numbers of all other processes of the jail, ended ones that nobody waited for too."""
+    """Numbers of all other processes of the jail, also of those that ended and that no process waited for."""
     return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
