@@ -27,6 +27,7 @@ FLAGS = (
 )
 ANSWER_S = 60.0
 POLL_S = 0.05
+NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
 
 
 def find_chromium() -> str | None:
@@ -38,7 +39,8 @@ def find_chromium() -> str | None:
 class Browser:
     """One browser with one page. Use as a context: it leaves no process behind.
 
-    profile: an empty directory.  errors: what the page's console and the content-security policy complained of.
+    profile: an empty directory.  errors: what the page's console and the content-security policy complained of, but for
+    requests that end because this machine got another network.
     """
 
     def __init__(self, chromium: str, profile: Path) -> None:
@@ -48,6 +50,7 @@ class Browser:
         self._unread = b""
         self._session = ""
         self._loads = 0
+        self._network_changes = 0
         self.errors: list[str] = []
 
     def __enter__(self) -> Browser:
@@ -86,11 +89,24 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Go there, and wait until the page and its scripts are loaded."""
-        loads = self._loads
-        self._call("Page.navigate", url=url)
+        self._load("Page.navigate", url=url)
+
+    def reload(self) -> None:
+        """The same page once more."""
+        self._load("Page.reload")
+
+    def _load(self, method: str, **params: Any) -> None:
+        """Load a page, and again where Chromium threw some of it away because this machine got another network: each
+        test with a second host gives it one."""
         deadline_s = time.monotonic() + ANSWER_S
-        while self._loads == loads:
-            self._notice(self._next(deadline_s))
+        is_whole = False
+        while not is_whole:
+            loads, changes = self._loads, self._network_changes
+            self._call(method, **params)
+            while self._loads == loads:
+                self._notice(self._next(deadline_s))
+            self.evaluate("0")  # what is said of the last resource comes before this answer
+            is_whole = self._network_changes == changes
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page. Raises AssertionError when it throws."""
@@ -169,4 +185,8 @@ class Browser:
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
         elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-            self.errors.append(params["entry"]["text"])
+            text = params["entry"]["text"]
+            if NETWORK_CHANGED in text:
+                self._network_changes += 1
+            else:
+                self.errors.append(text)
