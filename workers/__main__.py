@@ -121,7 +121,11 @@ add_version(app)
 
 
 Index = Annotated[
-    str, typer.Option(help='number of this worker among its kind, from 0, or "auto" for one that is free')
+    str,
+    typer.Option(
+        help='number of this worker among its kind, from 0, for one that is started again under its number; "auto": '
+        "one that no other worker had"
+    ),
 ]
 
 
@@ -297,7 +301,7 @@ def prepare(
 def generate(
     joining: Joining,
     gpus: Gpus,
-    index: Index = "0",
+    index: Index = "auto",
     trust_remote_code: TrustRemoteCode = False,
     engine_url: Annotated[str, typer.Option(help="SGLang or vLLM server to use, http://host:port  [its own]")] = "",
     server_command: Annotated[str, typer.Option(help="how to start SGLang or vLLM  [that of this Python]")] = "",
@@ -334,7 +338,7 @@ def generate(
 def score(
     joining: Joining,
     gpus: Gpus,
-    index: Index = "0",
+    index: Index = "auto",
     reward: UserReward = "",
     reward_path: RewardPath = "",
     advantage: Annotated[
@@ -459,7 +463,7 @@ def publish(
 @with_options(Publishing)
 def store(
     joining: Publishing,
-    index: Index = "0",
+    index: Index = "auto",
     max_bytes: Annotated[
         int, typer.Option(min=0, help="bytes that it holds at most  [rows.unit_bytes of the run]", show_default=False)
     ] = 0,

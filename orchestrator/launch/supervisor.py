@@ -34,7 +34,6 @@ from orchestrator.config.starts import note_start
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import (
     ChildFailedError,
-    ConfigError,
     EngineLostError,
     ExitCode,
     Interrupted,
@@ -107,14 +106,9 @@ def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     """Run until the last batch is trained. Returns 0, also at once for a finished run that is resumed, whose files stay
     as they are; or raises what ended it (see orchestrator/errors.py).
     """
-    if resume:
-        standing, batches = read_standing(_run_dir(resolved.settings)), resolved.settings.run.batches
-        if said := nothing_left(standing, resolved.settings):
-            print(said)
-            return ExitCode.OK
-        if standing.num_batches is not None and batches < standing.trained:
-            problem = f"run.batches = {batches} is below the {standing.trained} batches that are trained"
-            raise ConfigError(f"{problem}: ask for more of them", key="run.batches")
+    if resume and (said := nothing_left(read_standing(_run_dir(resolved.settings)), resolved.settings)):
+        print(said)
+        return ExitCode.OK
     try:
         return asyncio.run(_run(resolved, resume=resume, plain=plain))
     except KeyboardInterrupt:  # before there is a handler, which says more

@@ -106,6 +106,8 @@ class Watchdog:
         """Processes that an engine has not started yet, and its reason: often why nothing progresses."""
         self.troubles: Mapping[str, str] = {}
         """Live workers that go on with something wrong, and what it is: a server, an environment, a disk."""
+        self.starting: Mapping[str, float] = {}
+        """Live workers that cannot take work yet, and for how long, seconds: an engine's server loads its model."""
         self._failure = ""
         """Reason of the newest failed attempt at a sample since something progressed: an environment, a server."""
 
@@ -166,6 +168,11 @@ class Watchdog:
         """The wait with why its owner does not act, where the core knows of no reason."""
         owners = wait.owner.replace(",", " ").split()
         causes = [trouble for worker, trouble in sorted(self.troubles.items()) if worker in owners]
+        causes += [
+            f"{worker} starts since {since_s:.0f} s"
+            for worker, since_s in sorted(self.starting.items())
+            if worker.partition("-")[0] in owners
+        ]
         if self._failure and wait.stage == "generation":
             causes.append(f"the last attempt failed: {self._failure}")
         return msgspec.structs.replace(wait, why=wait.why or "; ".join(dict.fromkeys(causes)))

@@ -22,7 +22,7 @@ from orchestrator.config.load import resolve
 from orchestrator.config.run_directory import RunDir, existing_run, resume_command
 from orchestrator.core.state import PipelineState
 from orchestrator.core.view import PipelineView
-from orchestrator.errors import Interrupted, printable
+from orchestrator.errors import ConfigError, Interrupted, printable
 from orchestrator.journal import is_written, newest_snapshot, read_whole_records
 from orchestrator.observability.metrics import read_metrics
 from transport.contracts.settings import Settings
@@ -71,6 +71,7 @@ class Standing:
 
     at_s: wall clock of the last event.  lines: of metrics.jsonl, one a trained batch.
     seconds: that its last start took, with all that came before the first event; 0: unknown.
+    begun: batches, trained ones too; 0 while it is live.
     """
 
     rundir: RunDir
@@ -81,6 +82,7 @@ class Standing:
     num_batches: int | None
     lines: Sequence[Mapping[str, Any]]
     seconds: float = 0.0
+    begun: int = 0
 
     @property
     def trained(self) -> int:
@@ -130,6 +132,7 @@ def read_standing(run_dir: Path, *, over: bool = False) -> Standing:
         num_batches=None if settings.trainer.engine == "none" else num_batches,
         lines=read_metrics(rundir.metrics),
         seconds=ended.seconds if ended is not None else 0.0,
+        begun=0 if view is None else view.num_admitted,
     )
 
 
@@ -215,8 +218,13 @@ def result_lines(rundir: RunDir) -> list[str]:
 def nothing_left(standing: Standing, wanted: Settings, go_on: Callable[..., str] = resume_command) -> str:
     """What to say to ``--resume`` of a finished run that ``wanted`` asks no more of; "" where there is more to do.
 
-    go_on: the command for it, of the directory, the settings and what is changed."""
-    before = standing.settings
+    go_on: the command for it, of the directory, the settings and what is changed.
+    Raises: ConfigError: fewer batches are asked for than the run has begun, all of which it trains.
+    """
+    before, batches = standing.settings, wanted.run.batches
+    if standing.num_batches is not None and batches != before.run.batches and batches < standing.begun:
+        problem = f"run.batches = {batches} is below the {standing.begun} batches that are begun"
+        raise ConfigError(f"{problem}, and what is begun is trained: ask for more of them", key="run.batches")
     if standing.state is not State.FINISHED or wanted.run.batches > (standing.num_batches or 0):
         return ""
     if wanted.data.passes != before.data.passes and standing.trained < wanted.run.batches:

@@ -37,6 +37,17 @@ def test_a_command_runs_whether_or_not_path_has_it(
     assert "Usage" in shell(line, cwd=tmp_path)
 
 
+@pytest.mark.parametrize("interpreter", [sys.executable, "/opt/other/bin/python"])
+def test_a_script_that_lies_elsewhere_is_named_if_it_is_of_this_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
+):
+    script = tmp_path / "streamrl-worker"
+    script.write_text(f"#!{interpreter}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command("streamrl-worker").startswith("streamrl-worker") == (interpreter == sys.executable)
+
+
 def test_a_path_is_named_from_where_its_reader_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     place = tmp_path / "my runs"
     (place / "a").mkdir(parents=True)

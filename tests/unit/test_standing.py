@@ -19,7 +19,7 @@ from orchestrator.cli.control import open_run
 from orchestrator.config.load import render, resolve
 from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.errors import Interrupted, RunFailedError
+from orchestrator.errors import ConfigError, Interrupted, RunFailedError
 from orchestrator.journal import Journal
 from orchestrator.launch import app
 from orchestrator.observability.standing import State, nothing_left, noting_end, read_standing
@@ -148,8 +148,13 @@ def test_a_finished_run_is_left_alone_until_more_is_asked_of_it(tmp_path: Path):
     assert files_of(rundir.path) == before
     assert f"finished {standing.when}, 2/2 batches; nothing was changed" in said
     assert said.splitlines()[-1].endswith("--set run.batches=4")
-    more = msgspec.structs.replace(standing.settings, run=msgspec.structs.replace(standing.settings.run, batches=3))
-    assert nothing_left(standing, more) == ""
+    assert nothing_left(standing, asked(standing.settings, 3)) == ""
+    with pytest.raises(ConfigError, match=r"run\.batches = 1 is below the 2 batches that are begun"):
+        nothing_left(standing, asked(standing.settings, 1))
+
+
+def asked(settings: Settings, batches: int) -> Settings:
+    return msgspec.structs.replace(settings, run=msgspec.structs.replace(settings.run, batches=batches))
 
 
 def test_serve_leaves_a_finished_run_alone_without_asking_for_its_broker(

@@ -38,13 +38,14 @@ class Waiting:
 
     paused = False
 
-    def __init__(self, stage: str = "scoring", *, retried: bool = False) -> None:
+    def __init__(self, stage: str = "scoring", *, owner: str = "score-0.1", retried: bool = False) -> None:
         self.stage = stage
+        self.owner = owner
         self.retried = retried
 
     def wait(self) -> Wait:
         waits_for = "the scores of 2 groups"
-        return Wait(stage=self.stage, waits_for=waits_for, owner="score-0.1", since_s=3.0, retried=self.retried)
+        return Wait(stage=self.stage, waits_for=waits_for, owner=self.owner, since_s=3.0, retried=self.retried)
 
     def describe_wait(self) -> str:
         return str(self.wait())
@@ -245,3 +246,13 @@ def test_a_stall_names_why_its_owner_does_not_act_and_no_other_workers_trouble()
     clock.advance(12.0)
     with pytest.raises(StalledError, match=r"score-0\.1; its disk is full\Z"):
         dog.check(waiting)
+
+
+def test_a_wait_for_a_worker_names_those_that_start():
+    clock = ManualClock()
+    dog, waiting = Watchdog(LIMITS, clock), Waiting("generation", owner="generate")
+    dog.starting = {"generate-0.1": 40.4, "score-0.1": 3.0}
+    clock.advance(6.0)
+    blocked = dog.blocked(waiting)
+    assert blocked is not None
+    assert blocked["why"] == "generate-0.1 starts since 40 s"

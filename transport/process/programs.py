@@ -120,11 +120,24 @@ def command(program: str, *arguments: str | Path) -> str:
         return shlex.join(["make", *here, "run"]) + (f" ARGS={shlex.quote(words)}" if words else "")
     script = Path(sys.executable).with_name(program)
     on_path = shutil.which(program)
-    if not script.exists():  # not installed as a script, or a user's own installation
+    if on_path and (_is_same(Path(on_path), script) or _runs_here(Path(on_path))):
+        words = [program]
+    elif script.exists():
+        words = [shown(script)]
+    else:  # not installed as a script, or a user's own installation
         words = python_module(MODULES.get(program, program))
-    else:
-        words = [program if on_path and os.path.samefile(on_path, script) else shown(script)]
     return shlex.join([*words, *(shown(each) if isinstance(each, Path) else each for each in arguments)])
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return other.exists() and one.samefile(other)
+
+
+def _runs_here(script: Path) -> bool:
+    """Whether its first line names the interpreter of this environment: in our image, scripts lie elsewhere."""
+    with script.open("rb") as file:
+        mark, _, interpreter = os.fsdecode(file.readline(4096).rstrip()).partition("#!")
+    return not mark and Path(interpreter).parent == Path(sys.executable).parent
 
 
 def shown(path: Path) -> str:

@@ -257,8 +257,8 @@ async def serve_worker(
 ) -> bool:
     """Join run ``broker.run`` as worker ``<kind>-<index>``, work until the run is over or a signal comes, leave.
 
-    index: None takes a free number.  site: the datacenter that it is in.  heartbeat_file: touched when the lease was
-    renewed.
+    index: None takes a number that no other worker had.  site: the datacenter that it is in.
+    heartbeat_file: touched when the lease was renewed.
     Returns: whether its work is over; False when a signal came first.
     Raises: FatalError of the work itself; FencedError when a newer incarnation took over.
     """
@@ -267,8 +267,7 @@ async def serve_worker(
     settings = await _first_of(fetching, stopping)
     if settings is None:
         return False
-    name = f"{kind.value}-{await free_index(broker, kind) if index is None else index}"
-    worker_id = WorkerId(f"{name}.{await broker.next_incarnation(name)}")
+    worker_id = await (new_worker(broker, kind) if index is None else _incarnation(broker, f"{kind.value}-{index}"))
     structlog.contextvars.bind_contextvars(worker=worker_id)
     starting = asyncio.create_task(build(broker, settings, worker_id), name="start")
     lease = _Lease(broker, worker_id, kind, site, settings.liveness, clock, heartbeat_file)
@@ -292,19 +291,25 @@ async def serve_worker(
                     await broker.append(keys.EVENTS, event_entry(lost, worker=worker_id))
 
 
-async def free_index(broker: Broker, kind: WorkerKind) -> int:
-    """A number that no live worker of ``kind`` has, and that no other worker gets here."""
+async def new_worker(broker: Broker, kind: WorkerKind) -> WorkerId:
+    """A worker with a number that no worker of ``kind`` in the run has or had."""
     taken = {worker_id.rpartition(".")[0] for worker_id in await broker.leases()}
     while True:
         index = await broker.next_incarnation(f"{kind.value}-auto") - 1  # 0, 1, 2, ...: each number once
-        if f"{kind.value}-{index}" not in taken:
-            return index
+        worker_id = await _incarnation(broker, f"{kind.value}-{index}")
+        if worker_id.endswith(".1") and f"{kind.value}-{index}" not in taken:
+            return worker_id
+
+
+async def _incarnation(broker: Broker, name: str) -> WorkerId:
+    """The next process of the worker ``name``."""
+    return WorkerId(f"{name}.{await broker.next_incarnation(name)}")
 
 
 def free_rank(run_dir: Path) -> int:
     """The lowest rank that no other process with this directory has; ours until this process ends.
 
-    Unlike a number of ``free_index`` it comes back: ranks are numbered without a gap, also after one died.
+    Unlike a number of ``new_worker`` it comes back: ranks are numbered without a gap, also after one died.
     Raises: DirectoryError, ForeignError: ``run_dir`` cannot be written, or is another user's.
     """
     directory = run_dir / "rank-locks"

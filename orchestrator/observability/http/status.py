@@ -96,6 +96,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.reach import Away
 from transport.contracts.messages import (
+    STARTING,
     CheckpointSaved,
     Event,
     GroupScored,
@@ -217,6 +218,11 @@ async def publish_status(
         watchdog.pending = msgspec.json.decode(await broker.get_meta(keys.PENDING) or b"{}", type=dict[str, str])
         watchdog.troubles = {
             str(worker_id): status.trouble for worker_id, status in membership.statuses.items() if status.trouble
+        }
+        watchdog.starting = {
+            str(worker_id): status.since_s
+            for worker_id, status in membership.statuses.items()
+            if status.doing == STARTING
         }
         if queues.get(keys.DEAD, 0) != dead:
             dead, letters = queues.get(keys.DEAD, 0), await broker.dead_letters(count=1)

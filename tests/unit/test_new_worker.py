@@ -7,13 +7,14 @@ import asyncio
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from transport.contracts.types import RunName, WorkerId, WorkerKind
-from workers.leases.lifecycle import free_index
+from workers.leases.lifecycle import new_worker
 
 
-async def test_each_who_asks_gets_another_number_and_none_that_is_in_use():
+async def test_each_who_asks_gets_a_number_that_no_other_has_or_had():
     broker = MemoryBroker(MemoryServer(), RunName("scaled"))
     await broker.beat(WorkerId("generate-1.4"), b"", ttl_s=60)
     await broker.beat(WorkerId("score-2.1"), b"", ttl_s=60)
-    numbers = await asyncio.gather(*(free_index(broker, WorkerKind.GENERATE) for _ in range(4)))
-    assert sorted(numbers) == [0, 2, 3, 4]
-    assert await free_index(broker, WorkerKind.SCORE) == 0
+    await broker.next_incarnation("generate-2")  # started with its number, and not yet with a lease
+    workers = await asyncio.gather(*(new_worker(broker, WorkerKind.GENERATE) for _ in range(4)))
+    assert sorted(workers) == ["generate-0.1", "generate-3.1", "generate-4.1", "generate-5.1"]
+    assert await new_worker(broker, WorkerKind.SCORE) == "score-0.1"
