@@ -290,7 +290,9 @@ def judge(trial: Trial, code: int | None, said: str, directory: Path) -> str:
     if audit != 0 or "audit clean" not in found:
         return f"the audit: {found.strip()}"
     trained = re.search(r"\((\d+) batch(?:es)?, (\d+) rows?\)", found)
-    return "" if trained and int(trained[2]) else f"nothing was trained: {found.strip()}"
+    if trained and (int(trained[2]) or "no batch carried a gradient" in said):  # it says that it dropped all groups
+        return ""
+    return f"nothing was trained: {found.strip()}"
 
 
 def call(command: Sequence[str]) -> tuple[int | None, str]:
