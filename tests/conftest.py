@@ -20,7 +20,9 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 
+from tests.costs import Costs
 from tests.fakes.gpu_driver import FakeDriver
+from tests.fakes.preloaded import stop_server
 from tests.property.exploring import SEED
 
 os.environ["STREAMRL_SEED"] = str(SEED)  # the processes that share the tests draw from one seed
@@ -55,6 +57,10 @@ SEGMENTS_BEFORE = pytest.StashKey[set[str]]()
 TESTS = Path(__file__).parent
 
 T = TypeVar("T")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -111,6 +117,7 @@ async def no_leaked_tasks(no_leaks: None) -> AsyncIterator[None]:
 def no_survivors() -> Iterator[None]:
     """Kill what leaked, at the very end: the next run wants the cores."""
     yield
+    stop_server()
     survivors = _children()
     for process in survivors:
         process.kill()

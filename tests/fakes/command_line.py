@@ -9,15 +9,19 @@ import fcntl
 import json
 import os
 import pty
+import runpy
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
+
+from tests.fakes.preloaded import preloaded
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 150.0
@@ -33,16 +37,31 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def orchestrator(
     *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``streamrl-orchestrator`` with ``arguments`` to its end. environ: as ``more`` of its environment."""
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator", *arguments],
-        cwd=cwd,
-        env=environment(environ),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    """Run ``streamrl-orchestrator`` with ``arguments`` to its end. environ: as ``more`` of its environment.
+
+    The process is forked from one that has imported the program: a start takes 0.05 s of CPU instead of 0.6 to 3 s.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        outputs = [Path(directory) / name for name in ("out", "err")]
+        process = preloaded().Process(target=_run, args=(arguments, cwd, environment(environ), outputs))
+        process.start()
+        process.join(TIMEOUT_S)
+        if (code := process.exitcode) is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(arguments, TIMEOUT_S)
+        return subprocess.CompletedProcess(arguments, code, *(output.read_text() for output in outputs))
+
+
+def _run(arguments: Sequence[str], cwd: Path, environ: Mapping[str, str], outputs: Sequence[Path]) -> None:
+    """``python -m orchestrator`` in a process that is already there."""
+    for descriptor, output in enumerate(outputs, start=1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv[1:] = arguments
+    runpy.run_module("orchestrator", run_name="__main__", alter_sys=True)
 
 
 def start_in_terminal(
