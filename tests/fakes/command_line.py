@@ -9,11 +9,9 @@ import fcntl
 import json
 import os
 import pty
-import runpy
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import termios
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from tests.fakes.preloaded import preloaded
+from tests.fakes.preloaded import Program
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 150.0
@@ -43,25 +41,12 @@ def orchestrator(
     """
     with tempfile.TemporaryDirectory() as directory:
         outputs = [Path(directory) / name for name in ("out", "err")]
-        process = preloaded().Process(target=_run, args=(arguments, cwd, environment(environ), outputs))
-        process.start()
-        process.join(TIMEOUT_S)
-        if (code := process.exitcode) is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(arguments, TIMEOUT_S)
+        program = Program("orchestrator", arguments, cwd=cwd, environ=environment(environ), outputs=outputs)
+        try:
+            code = program.join(TIMEOUT_S)
+        finally:
+            program.kill()
         return subprocess.CompletedProcess(arguments, code, *(output.read_text() for output in outputs))
-
-
-def _run(arguments: Sequence[str], cwd: Path, environ: Mapping[str, str], outputs: Sequence[Path]) -> None:
-    """``python -m orchestrator`` in a process that is already there."""
-    for descriptor, output in enumerate(outputs, start=1):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), descriptor)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.argv[1:] = arguments
-    runpy.run_module("orchestrator", run_name="__main__", alter_sys=True)
 
 
 def start_in_terminal(
