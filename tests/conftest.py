@@ -80,6 +80,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail when segments of processes that are gone outlive a session of several processes: none of them knew whose."""
+    stop_server()
     if SHARES_TESTS or not session.config.getoption("numprocesses", None):
         return
     left = {name for name in _segments() - session.stash[SEGMENTS_BEFORE] if _is_orphan(name)}
@@ -117,7 +118,6 @@ async def no_leaked_tasks(no_leaks: None) -> AsyncIterator[None]:
 def no_survivors() -> Iterator[None]:
     """Kill what leaked, at the very end: the next run wants the cores."""
     yield
-    stop_server()
     survivors = _children()
     for process in survivors:
         process.kill()

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.fakes.preloaded import server_cpu_s
+from tests.fakes.preloaded import forked_cpu_s
 
 PROPERTY = "cpu_s"
 """Name of a report's property; reports, with their properties, reach the controller of pytest-xdist."""
@@ -24,9 +24,9 @@ EXEMPT: dict[str, str] = {}
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, of its children that were waited for, and of what tests fork processes from."""
+    """CPU seconds of this process, of its children that were waited for, and of processes that it forked elsewhere."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + server_cpu_s()
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + forked_cpu_s()
 
 
 class Costs:

@@ -79,10 +79,10 @@ def _run(module: str, words: Sequence[str], cwd: Path, environ: Mapping[str, str
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def server_cpu_s() -> float:
-    """CPU seconds of the server and of its children that have ended; 0 where none was started."""
+def forked_cpu_s() -> float:
+    """CPU seconds of the server's children that have ended, without its own imports; 0 where none was started."""
     try:
-        return sum(psutil.Process(_pid()).cpu_times()[:4]) if _pid() else 0.0
+        return sum(psutil.Process(_pid()).cpu_times()[2:4]) if _pid() else 0.0
     except psutil.NoSuchProcess:
         return 0.0
 

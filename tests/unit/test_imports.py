@@ -223,6 +223,12 @@ def imports() -> Mapping[str, set[str]]:
     return product().imports()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> None:
+    """Before any test of this file, none of which parses the product itself."""
+    imports()
+
+
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     return product().trees.get(name_of(path)) or ast.parse(path.read_bytes())
