@@ -20,7 +20,9 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 
+from tests.costs import Costs
 from tests.fakes.gpu_driver import FakeDriver
+from tests.fakes.preloaded import stop_server
 from tests.property.exploring import SEED
 
 os.environ["STREAMRL_SEED"] = str(SEED)  # the processes that share the tests draw from one seed
@@ -57,6 +59,10 @@ TESTS = Path(__file__).parent
 T = TypeVar("T")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test its tier's time-out, and each coroutine test the check of its tasks."""
     for item in items:
@@ -74,6 +80,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail when segments of processes that are gone outlive a session of several processes: none of them knew whose."""
+    stop_server()
     if SHARES_TESTS or not session.config.getoption("numprocesses", None):
         return
     left = {name for name in _segments() - session.stash[SEGMENTS_BEFORE] if _is_orphan(name)}

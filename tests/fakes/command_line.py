@@ -12,12 +12,14 @@ import pty
 import signal
 import struct
 import subprocess
-import sys
+import tempfile
 import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
+
+from tests.fakes.preloaded import Program
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 150.0
@@ -33,16 +35,18 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def orchestrator(
     *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``streamrl-orchestrator`` with ``arguments`` to its end. environ: as ``more`` of its environment."""
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator", *arguments],
-        cwd=cwd,
-        env=environment(environ),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    """Run ``streamrl-orchestrator`` with ``arguments`` to its end. environ: as ``more`` of its environment.
+
+    The process is forked from one that has imported the program: a start takes 0.05 s of CPU instead of 0.6 to 3 s.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        outputs = [Path(directory) / name for name in ("out", "err")]
+        program = Program("orchestrator", arguments, cwd=cwd, environ=environment(environ), outputs=outputs)
+        try:
+            code = program.join(TIMEOUT_S)
+        finally:
+            program.kill()
+        return subprocess.CompletedProcess(arguments, code, *(output.read_text() for output in outputs))
 
 
 def start_in_terminal(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -17,6 +16,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from tests.fakes.preloaded import preloaded
 from transport.contracts.training_memory import Layout
 from workers.trainer.policy.parallel import DATA, TENSOR, SingleRank, shard_over_data, split_tensors
 from workers.trainer.policy.ranks import RankGroup
@@ -25,8 +25,6 @@ LIMIT_S = 240.0
 """They are done within seconds on an idle machine."""
 OTHERS_S = 5.0
 """For what the others say once one has failed."""
-PRELOADED = ["tests.fakes.sharded", "workers.trainer.policy.pipeline"]
-"""Imported once for all ranks of a test session: 10 s of a core each otherwise. Imports start no threads."""
 
 
 def run_layout(
@@ -39,8 +37,7 @@ def run_layout(
     """
     if layout.num_ranks == 1:
         return [work(SingleRank(), *arguments)]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = preloaded()
     answers: Any = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")

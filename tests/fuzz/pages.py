@@ -187,4 +187,4 @@ def make(random: Random) -> bytes:
     return packed([string() for _ in range(NUM_STRINGS)])
 
 
-TARGET = Target(name="pages", make=make, opened=_opened, num_inputs=15)
+TARGET = Target(name="pages", make=make, opened=_opened, num_inputs=6)

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.fakes.live_run import EMULATED, QUICK, LiveRun
+from tests.fakes.live_run import EMULATED, QUICK, SUMS, LiveRun
 from tests.fakes.redis_servers import ServerProcess, Servers, find_binary, free_port, self_signed
 from transport.broker.redis_streams import COMMANDS
 
 PASSWORD = "a-long-password"
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "broker.md"
 RULES = "on >{} resetchannels ~streamrl:* -@all {}".format(PASSWORD, " ".join(f"+{name}" for name in COMMANDS))
+
+
+SETTINGS = (*QUICK, *EMULATED, *SUMS, "emulated.time_scale=0.1", "run.batches=3")
 
 
 @pytest.fixture
@@ -35,8 +38,7 @@ def test_the_documentation_names_them() -> None:
 
 def test_a_whole_run_is_refused_no_command(tmp_path: Path, server: ServerProcess) -> None:
     url = f"redis://streamrl:{PASSWORD}@127.0.0.1:{server.port}"
-    settings = (*QUICK, *EMULATED, "emulated.time_scale=0.1", f"broker.url={url}", "run.batches=4")
-    with LiveRun(tmp_path, *settings) as run:
+    with LiveRun(tmp_path, *SETTINGS, f"broker.url={url}") as run:
         run.wait_for_batch(1)
         inspected = run.command("inspect", str(run.run_dir), "--broker", url)
         assert inspected.returncode == 0, inspected.stdout + inspected.stderr
@@ -64,7 +66,7 @@ def test_a_whole_run_shows_every_connection_its_certificate(tmp_path: Path) -> N
         server.wait_listening(port)
         files = (f"broker.tls_ca={certificate}", f"broker.tls_cert={certificate}", f"broker.tls_key={key}")
         url = f"broker.url=rediss://127.0.0.1:{port}"
-        with LiveRun(tmp_path, *QUICK, *EMULATED, url, *files, "run.batches=4") as run:
+        with LiveRun(tmp_path, *SETTINGS, url, *files) as run:
             assert run.wait_for_end() == 0, run.describe()
             audit = run.audit()
             assert audit.returncode == 0, audit.stdout + audit.stderr

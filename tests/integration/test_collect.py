@@ -14,14 +14,13 @@ from orchestrator.config.load import resolve
 from orchestrator.loop.ranking import base_lengths
 from orchestrator.prompts.dataset import load_problems
 from ranker.logs import read_log
-from transport.process.programs import python_module
+from tests.fakes.command_line import orchestrator
 
 DATA = ("--set", "data.size=24", "--set", "eval.problems=0", "--set", "sampling.max_new_tokens=8")
 
 
 def collect(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = python_module("orchestrator", "collect", "--preset", "tiny", *DATA, "--out", str(out), *options)
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=out.parent)
+    return orchestrator("collect", "--preset", "tiny", *DATA, "--out", str(out), *options, cwd=out.parent)
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.fakes.live_run import EMULATED, QUICK, LiveRun
+from tests.fakes.live_run import EMULATED, QUICK, SUMS, LiveRun
 from tests.fakes.redis_servers import ServerProcess, Servers
 
-SMALL = (*QUICK, *EMULATED, "emulated.time_scale=0.05", "run.batches=4", "pipeline.groups_per_batch=2")
+SMALL = (*QUICK, *EMULATED, *SUMS, "emulated.time_scale=0.05", "run.batches=4", "pipeline.groups_per_batch=2")
 
 
 @pytest.fixture

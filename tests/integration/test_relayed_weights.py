@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from tests.fakes.engine import FakeEngine
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from tests.fakes.preloaded import preloaded
 from transport.broker import keys
 from transport.broker.base import Entry
 from transport.contracts.messages import MessageDecoder, WeightManifest, WeightsLoaded, encode, manifest_decoder
@@ -182,7 +183,7 @@ def pass_on(first: bytes, routes: "multiprocessing.Queue[bytes]", addresses: "mu
 
 
 def test_who_pulled_from_a_killed_worker_goes_on_elsewhere_with_what_it_has(trainer) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = preloaded()
     routes, addresses = context.Queue(), context.Queue()
     process = context.Process(target=pass_on, args=(encode(trainer(1).manifest), routes, addresses), daemon=True)
     process.start()

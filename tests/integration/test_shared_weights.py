@@ -1,7 +1,6 @@
 """One copy a host: one worker receives a version, the others of its host map it, whichever of them is killed."""
 
 import contextlib
-import multiprocessing
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fakes.preloaded import preloaded
 from tests.fakes.several_hosts import Host
 from tests.fakes.waiting import until
 from tests.fakes.weight_site import WeightPeer
@@ -76,7 +76,7 @@ class Worker:
     """A process of this host. address: of its relay."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = preloaded()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs,), daemon=True)
         self.process.start()

@@ -8,7 +8,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from tests.fakes.preloaded import Program
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round_of, tiny_settings
 from tests.fakes.training import make_groups
 from transport.broker import keys
@@ -59,15 +60,34 @@ Ranks = Callable[[], Coroutine[Any, Any, list[asyncio.subprocess.Process]]]
 
 
 @pytest.fixture
+def start_forked(run: TrainerRun, tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """Starts one rank that need not import torch: what a start by hand adds is tried with ``start_rank``."""
+    started: list[Program] = []
+
+    def start(rank: int | str, *options: str) -> Program:
+        index = ["--index", str(rank)] if rank != "" else []
+        words = ("train", *index, *options, *place_of(run))
+        started.append(Program("workers", words, cwd=tmp_path, environ=run.environment))
+        return started[-1]
+
+    yield start
+    for rank in started:
+        rank.kill()
+
+
+def place_of(run: TrainerRun) -> list[str]:
+    return ["--broker", run.url, "--run", "run", "--run-dir", str(run.run_dir), "--model-dir", str(run.model_dir)]
+
+
+@pytest.fixture
 async def start_rank(run: TrainerRun) -> AsyncIterator[Rank]:
     """Starts one rank; none outlives the test."""
     started: list[asyncio.subprocess.Process] = []
-    where = ["--broker", run.url, "--run", "run", "--run-dir", str(run.run_dir), "--model-dir", str(run.model_dir)]
 
     async def start(rank: int | str, *options: str, torchrun: Sequence[str] = ()) -> asyncio.subprocess.Process:
         index = ["--index", str(rank)] if rank != "" else []
         launcher = ("-m", "torch.distributed.run", *torchrun, "-m", "--") if torchrun else ("-m",)
-        command = (sys.executable, *launcher, "workers", "train", *index, *options, *where)
+        command = (sys.executable, *launcher, "workers", "train", *index, *options, *place_of(run))
         started.append(await asyncio.create_subprocess_exec(*command, env=run.environment))
         return started[-1]
 
@@ -110,11 +130,13 @@ async def train_on_one_rank(run: TrainerRun, directory: Path) -> dict[int, str]:
     return publisher.digests
 
 
-async def test_two_ranks_train_what_one_does(run: TrainerRun, start_ranks: Ranks, tmp_path: Path) -> None:
+async def test_two_ranks_train_what_one_does(
+    run: TrainerRun, start_forked: Callable[..., Program], tmp_path: Path
+) -> None:
     for batch in range(BATCHES):
         await send_batch(run, batch)
     await run.finish()
-    ranks = await start_ranks()
+    ranks = [start_forked(0), start_forked(1)]
     assert [await rank.wait() for rank in ranks] == [0, 0]
     (ready,) = await run.told(TrainerReady)
     assert isinstance(ready, TrainerReady)
@@ -262,20 +284,20 @@ async def test_one_command_starts_all_ranks_and_ends_them_together(run: TrainerR
     assert {step.weights.version for step in steps} == {1, 2}
 
 
-async def test_ranks_find_their_numbers_by_themselves(run: TrainerRun, start_rank: Rank) -> None:
+async def test_ranks_find_their_numbers_by_themselves(run: TrainerRun, start_forked: Callable[..., Program]) -> None:
     """Of the launcher's variable, and of what is free on this machine."""
     await send_batch(run, 0)
     run.environment["SLURM_PROCID"] = "0"
-    ranks = [await start_rank("")]
+    ranks = [start_forked("")]
     run.environment["RANK"] = "1"  # torchrun's goes before
-    ranks.append(await start_rank("auto"))
+    ranks.append(start_forked("auto"))
     del run.environment["RANK"], run.environment["SLURM_PROCID"]
     await run.until_told(StepDone, 1)
     for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
+        rank.terminate()
     assert [await rank.wait() for rank in ranks] == [143, 143]
     await run.finish()
-    ranks = [await start_rank("auto") for _ in range(2)]
+    ranks = [start_forked("auto") for _ in range(2)]
     assert [await rank.wait() for rank in ranks] == [0, 0]
     assert (run.run_dir / "model" / "model.safetensors").exists()
 

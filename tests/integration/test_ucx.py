@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.fakes.preloaded import preloaded
 from transport.contracts.messages import MessageDecoder, WeightManifest
 from transport.errors import ChecksumError, PeerUnavailableError
 from transport.tensors import tcp as tcp_module
@@ -169,7 +169,7 @@ def serve_and_wait(directory: Path, address: Connection) -> None:
 
 
 def test_a_killed_sender_is_noticed_at_once_and_another_source_goes_on(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = preloaded()
     ours, theirs = context.Pipe()
     process = context.Process(target=serve_and_wait, args=(tmp_path, theirs))
     process.start()
@@ -208,7 +208,7 @@ def stop_reading(address: str, said: Connection) -> None:
 
 
 def test_readers_that_die_or_stop_cost_the_server_nothing(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = preloaded()
     ours, theirs = context.Pipe()
     with served(tmp_path, limit=TimeLimit(wait_s=2.0)) as address:
         dead = context.Process(target=read_and_die, args=(address,))
@@ -269,7 +269,7 @@ def held_by(process: BaseProcess) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("stopped", ["server", "reader"])
 def test_transfers_that_stall_leave_nothing_at_either_end(tmp_path: Path, stopped: str) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = preloaded()
     server_said, to_parent = context.Pipe()
     server = context.Process(target=serve_for_stalls, args=(tmp_path, to_parent), daemon=True)
     server.start()

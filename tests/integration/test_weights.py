@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from tests.fakes.engine import FakeEngine
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from tests.fakes.preloaded import preloaded
 from transport.broker import keys
 from transport.broker.base import Entry
 from transport.contracts.messages import (
@@ -245,7 +246,7 @@ def publish_and_die(run_dir: Path, manifests: "multiprocessing.SimpleQueue[bytes
 
 
 def test_a_killed_trainer_leaves_no_torn_version(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = preloaded()
     manifests = context.SimpleQueue()
     trainer = context.Process(target=publish_and_die, args=(tmp_path, manifests))
     trainer.start()
