@@ -1,8 +1,8 @@
 """Answers that try to get out of the jail of reward ``code``, to pass without solving anything, or to take too much.
 
 Each is a program that defines ``attempt(secret, port, path)`` and returns True where it reached what it should not; its
-one test asks for that, so an attempt that passes its test has escaped, also one that forges the verdict. What cannot be
-seen from inside (processes left behind, files planted on the host) is looked at from outside.
+one test asks for that, or stands beside it, so an attempt that passes its test has escaped, also one that forges the
+verdict. What cannot be seen from inside (processes left behind, files planted on the host) is looked at from outside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from transport.contracts.code_tasks import CodeTask
-from workers.scoring.code import MAX_PROCESSES, MEMORY_BYTES, TEMPORARY_BYTES, CodePool, Verdict
+from workers.scoring.code import MAX_FILES, MAX_INODES, MAX_THREADS, MEMORY_BYTES, TEMPORARY_BYTES, CodePool, Verdict
 
 SECRET = "hush-hush-hush"
 MARK = "left-behind-by-an-answer"
@@ -35,7 +35,7 @@ def _reaches(body: str) -> str:
 _LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 _FORKS = "import os, time\npids = []\n"
 
-ATTEMPTS: Mapping[str, str] = {
+ATTEMPTS: Mapping[str, str | tuple[str, str]] = {
     # --- the network
     "connect to the host": _reaches("import socket\nsocket.create_connection(('127.0.0.1', port), 2)\nreturn True"),
     "connect by IPv6": _reaches("import socket\nsocket.create_connection(('::1', port), 2)\nreturn True"),
@@ -49,6 +49,11 @@ ATTEMPTS: Mapping[str, str] = {
     "more than loopback": _reaches(
         "return any(line.split(':')[0].strip() not in ('lo',) for line in open('/proc/net/dev').readlines()[2:])"
     ),
+    "a socket of the hypervisor": _reaches("import socket\nsocket.socket(socket.AF_VSOCK)\nreturn True"),
+    "a socket of the kernel's": _reaches(
+        "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)\nreturn True"
+    ),
+    "a pair of the internet's": _reaches("import socket\nsocket.socketpair(socket.AF_INET)\nreturn True"),
     # --- files of others
     "read a file by its path": _reaches("return secret in open(path).read()"),
     "read through a symlink": _reaches("import os\nos.symlink(path, '/tmp/s')\nreturn secret in open('/tmp/s').read()"),
@@ -57,6 +62,14 @@ ATTEMPTS: Mapping[str, str] = {
     "read password hashes": _reaches("return bool(open('/etc/shadow').read())"),
     "read another root by /proc": _reaches("return secret in open('/proc/1/root' + path).read()"),
     "leave by ..": _reaches("return secret in open('/tmp/../../../..' + path).read()"),
+    "what the administrator added": _reaches(
+        "import os\nplaces = '/opt /usr/local /usr/src /usr/share/doc /srv /var /mnt /usr/bin/env /bin/sh'.split()\n"
+        "return any(os.path.exists(one) for one in places)"
+    ),
+    "packages beside the standard library": _reaches(
+        "import os\nplace = os.path.dirname(os.__file__)\n"
+        "return any(os.listdir(os.path.join(place, one)) for one in os.listdir(place) if one.endswith('-packages'))"
+    ),
     "write beside the interpreter": _reaches(
         "import os\nopen(os.path.dirname(os.__file__) + '/planted', 'w')\nreturn True"
     ),
@@ -119,10 +132,18 @@ ATTEMPTS: Mapping[str, str] = {
         "    found += map(str, gc.get_objects())\n"
         "    return True if any('tset # eurT si' in one[::-1] for one in found) else None\n"  # what this text holds not
     ),
+    "end the tests' loop": (
+        "def attempt(secret, port, path):\n    raise StopIteration\n",
+        "assert all(map(lambda one: attempt('', 0, '') == one, [True]))",
+    ),
+    "end the tests' zip": (
+        "def attempt(secret, port, path):\n    raise StopIteration\n",
+        "for got, wanted in zip(map(lambda _: attempt('', 0, ''), [0]), [True]):\n    assert got == wanted",
+    ),
     # --- too much
     "too many processes": _FORKS
     + _reaches(
-        f"for _ in range({MAX_PROCESSES * 8}):\n    pid = os.fork()\n    if pid == 0:\n        time.sleep(30)\n"
+        f"for _ in range({MAX_THREADS * 8}):\n    pid = os.fork()\n    if pid == 0:\n        time.sleep(30)\n"
         f"        os._exit(0)\n    pids.append(pid)\ntime.sleep(1)\nreturn True"
     ),
     "fork bomb": "import os\ndef attempt(secret, port, path):\n    while True:\n        os.fork()\n",
@@ -134,12 +155,38 @@ ATTEMPTS: Mapping[str, str] = {
     "memory of one process": _reaches(f"return bool(bytearray({MEMORY_BYTES}))"),
     "memory of all processes": _FORKS
     + _reaches(
-        f"held, hold = os.pipe()\nfor _ in range({MAX_PROCESSES // 2}):\n    if os.fork() == 0:\n"
+        f"held, hold = os.pipe()\nfor _ in range({MAX_THREADS // 2}):\n    if os.fork() == 0:\n"
         f"        mine = bytearray({MEMORY_BYTES // 3})\n"
         "        mine[::4096] = b'x' * len(mine[::4096])\n        os.write(hold, b'x')\n        time.sleep(60)\n"
-        f"for _ in range({MAX_PROCESSES // 2}):\n    os.read(held, 1)\nreturn True"
+        f"for _ in range({MAX_THREADS // 2}):\n    os.read(held, 1)\nreturn True"
     ),
     "memory in anonymous files": _reaches("import os\nfd = os.memfd_create('m')\nos.write(fd, b'x')\nreturn True"),
+    "huge pages": _reaches("import mmap\nmmap.mmap(-1, 4 << 20).madvise(14)\nreturn True"),
+    "pages that pipes hold": _LIBC
+    + "class Part(ctypes.Structure):\n    _fields_ = [('base', ctypes.c_void_p), ('length', ctypes.c_size_t)]\n"
+    + _reaches(
+        "import os\n_, end = os.pipe()\npage = ctypes.create_string_buffer(4096)\n"
+        "return libc.vmsplice(end, ctypes.byref(Part(ctypes.addressof(page), 4096)), 1, 0) >= 0"
+    ),
+    "large pipes": _reaches("import fcntl, os\nreturn fcntl.fcntl(os.pipe()[1], 1031, 1 << 20) > 0"),
+    "memory behind an ended first thread": _LIBC
+    + (
+        "import threading, time\n"
+        f"def hold():\n    mine = bytearray({MEMORY_BYTES - (1 << 29)})\n"
+        "    mine[::4096] = b'x' * len(mine[::4096])\n"
+        "    more = bytearray(1 << 29)\n    more[::4096] = b'x' * len(more[::4096])\n    time.sleep(60)\n"
+        "def attempt(secret, port, path):\n    threading.Thread(target=hold).start()\n    libc.syscall(60, 0)\n"
+    ),
+    "empty files": _reaches(
+        f"import os\nfor number in range({MAX_INODES * 4}):\n    os.mknod('/tmp/' + 'n' * 200 + str(number))\n"
+        "import time\ntime.sleep(.3)\nreturn True"
+    ),
+    "counts of the user's": _LIBC + _reaches("return libc.inotify_init1(0) >= 0"),
+    "signals of the user's": _LIBC
+    + _reaches(
+        "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {40})\n"
+        f"return all(libc.sigqueue(os.getpid(), 40, 0) == 0 for _ in range({MAX_FILES * 4}))"
+    ),
     "memory in System V segments": _LIBC + _reaches("return libc.shmget(0, 1 << 20, 0o1600) >= 0"),
     "disk": _reaches(
         f"import os\nfor number in range(8):\n    with open('/tmp/%d' % number, 'wb') as file:\n"
@@ -161,6 +208,34 @@ ATTEMPTS: Mapping[str, str] = {
     ),
     "never ends": "def attempt(secret, port, path):\n    while True:\n        pass\n",
     "sleeps": "import time\ndef attempt(secret, port, path):\n    time.sleep(3600)\n",
+    "waits in vfork": _LIBC
+    + (
+        "import os, time\ndef attempt(secret, port, path):\n    pid = libc.syscall(56, 0x4000 | 17, 0, 0, 0, 0)\n"
+        "    if pid == 0:\n        time.sleep(3600)\n        os._exit(0)\n    return pid > 0\n"
+    ),
+    "children that nobody waits for": (
+        "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "def attempt(secret, port, path):\n    for _ in range(8):\n        if os.fork() == 0:\n"
+        "            end = time.process_time() + .05\n"
+        "            while time.process_time() < end:\n                pass\n"
+        "            os._exit(0)\n    return True\n"
+    ),
+    "half a message": (
+        "import os, time\ndef attempt(secret, port, path):\n    os.write(3, b'\\0\\0\\1\\0half')\n"
+        "    time.sleep(3600)\n"
+    ),
+    "a number that the test counts to": (
+        "def attempt(secret, port, path):\n    return 1 << 40\n",
+        "for _ in range(attempt('', 0, '')):\n    pass",
+    ),
+    "a number that the test raises to": (
+        "def attempt(secret, port, path):\n    return 1 << 28\n",
+        "assert 3 ** attempt('', 0, '') == 9",
+    ),
+    "numbers that collide": (
+        "def attempt(secret, port, path):\n    return {number * ((1 << 61) - 1) for number in range(2, 40000)}\n",
+        "assert attempt('', 0, '') == {1}",
+    ),
     "ignores SIGTERM": (
         "import signal\nfor one in range(1, 65):\n    try:\n        signal.signal(one, signal.SIG_IGN)\n"
         "    except (OSError, ValueError):\n        pass\n"
@@ -214,9 +289,10 @@ async def try_all(pool: CodePool, names: tuple[str, ...] = ()) -> list[Outcome]:
 
 
 async def _try(pool: CodePool, name: str, port: int, path: Path) -> Outcome:
-    test = f"assert attempt({SECRET!r}, {port}, {str(path)!r}) is True # test"
+    attempt, test = ATTEMPTS[name], f"assert attempt({SECRET!r}, {port}, {str(path)!r}) is True # test"
+    code, test = (attempt, test) if isinstance(attempt, str) else attempt
     began_s = time.monotonic()
-    verdict = await pool.judge(ATTEMPTS[name], CodeTask(entry_points=["attempt"], setup="", tests=[test]))
+    verdict = await pool.judge(code, CodeTask(entry_points=["attempt"], setup="", tests=[test]))
     seconds = time.monotonic() - began_s
     reasons = {
         "passed its test": verdict.passed > 0,

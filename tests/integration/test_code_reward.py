@@ -14,8 +14,8 @@ from benchmarks.jail_escapes import ATTEMPTS, try_all
 from tests.fakes.unscored_group import settings_for
 from transport.contracts.code_tasks import CodeTask
 from workers.errors import RewardError, RewardSetupError
-from workers.scoring import code, jail
-from workers.scoring.code import CodePool, call_filter, extract_code
+from workers.scoring import code, jail, system_calls
+from workers.scoring.code import CodePool, extract_code
 from workers.scoring.jail import BUBBLEWRAP
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
@@ -118,7 +118,8 @@ async def test_an_attempt_that_nothing_stops_counts_as_an_escape(
         return [*words[: words.index("--proc")], "--bind", "/tmp", "/tmp", *words[words.index("--proc") :]]
 
     monkeypatch.setattr(jail.Jail, "command", open_jail)
-    names = ("connect to the host", "read a file by its path", "write the host's temporary directory")
+    monkeypatch.setattr(code, "MAX_INODES", 1 << 62)
+    names = ("an abstract socket of the host", "read a file by its path", "write the host's temporary directory")
     assert [bool(one.escaped) for one in await try_all(pool, names)] == [True] * 3
 
 
@@ -134,7 +135,7 @@ async def test_an_answer_over_its_limit_is_wrong_and_not_an_error(pool: CodePool
 @needs_bubblewrap
 async def test_tests_that_do_not_end_are_an_error_and_no_reward() -> None:
     made = CodePool(timeout_s=2.0)
-    with pytest.raises(RewardError, match="tests did not end in time"):
+    with pytest.raises(RewardError, match="tests do not end in time"):
         await made.judge("def f(): return 1", CodeTask(entry_points=["f"], setup="", tests=["f\nwhile True: pass"]))
     with pytest.raises(RewardError, match="setup raises ZeroDivisionError"):
         await made.judge("def f(): return 1", CodeTask(entry_points=["f"], setup="1/0", tests=["f()"]))
@@ -188,10 +189,10 @@ async def test_a_kernel_that_gives_no_jail_is_refused_with_its_words(tmp_path, m
 
 @needs_bubblewrap
 async def test_a_processor_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(system_calls.platform, "machine", lambda: "riscv64")
     with pytest.raises(RewardSetupError, match="no filter of system calls for riscv64"):
         await CodePool(timeout_s=1.0).start()
-    assert call_filter("aarch64")
+    assert system_calls.answer_filter("aarch64")
 
 
 @needs_bubblewrap

@@ -16,7 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from orchestrator.config.load import resolve
 from tests.fakes.unscored_group import settings_for
+from transport.process.programs import bare_python
 from workers.errors import RewardSetupError
 from workers.scoring import jail
 from workers.scoring.jail import BUBBLEWRAP, clean_environment, hide_from_children
@@ -160,7 +162,8 @@ def test_no_secret_of_ours_is_handed_on_by_name() -> None:
 
 async def says_no(made: jail.Jail, code: str) -> str:
     """Why a program of ``code`` does not end well in it, "" if it does."""
-    return await made.why_not([sys.executable, "-P", "-c", code], clean_environment(os.environ))
+    program = bare_python() if made.bare else [sys.executable, "-P", "-c"]
+    return await made.why_not([*program, code], clean_environment(os.environ))
 
 
 @pytest.fixture
@@ -217,6 +220,25 @@ async def test_what_is_hidden_is_hidden_below_every_bind_and_what_is_named_in_it
     assert await says_no(linked, f"open({str(link / 'rewards' / 'file')!r})") == ""
     assert "No such file" in await says_no(linked, f"open({str(link / 'x' / 'file')!r})")
     assert "Read-only" in await says_no(linked, f"open({str(link / 'x' / 'planted')!r}, 'w')")
+
+
+@needs_bubblewrap
+async def test_what_lies_beside_the_interpreter_is_not_seen() -> None:
+    with tempfile.TemporaryDirectory(dir=sys.prefix) as run, tempfile.NamedTemporaryFile(dir=run) as secret:
+        for made in (jail.Jail(), jail.Jail(bare=True)):
+            assert "No such file" in await says_no(made, f"open({secret.name!r})")
+
+
+@needs_bubblewrap
+async def test_data_is_not_seen_unless_it_is_named(reward_dir: Path) -> None:
+    """It has the expected answers."""
+    data = reward_dir / "data.jsonl"
+    data.write_text(SECRET)
+    settings = resolve(None, [], ["data.source=jsonl", f"data.path={data}"], {}).settings
+    empty = f"assert not open({str(data)!r}).read()"
+    for readable, seen in (((reward_dir,), False), ((reward_dir, data), True)):
+        made = jail.Jail(readable=readable, hidden=jail.private_paths(settings))
+        assert ("AssertionError" in await says_no(made, empty)) == seen
 
 
 @needs_bubblewrap

@@ -307,6 +307,9 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     jail: Literal["auto", "off"] = "auto"  # off: reward needs the network, a GPU or files of elsewhere
     offload: Literal["none", "reference"] = "none"  # reference: its layers stay in host memory, and come one by one
     environment: list[str] = msgspec.field(default_factory=list[str])  # names of variables that reward gets
+    readable: list[str] = msgspec.field(
+        default_factory=list[str]
+    )  # files and directories that reward may read in its jail, besides reward_path
     well_formed_reward: ShareOrNone = 0.1  # reward of a wrong answer in the asked form
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 
@@ -328,6 +331,9 @@ class EnvironmentSettings(Section, frozen=True, kw_only=True):
     executes_answers: bool = False  # it runs what a model wrote: each episode in a jail of its own, or it is refused
     jail: Literal["auto", "off"] = "auto"  # off: a module:function needs the network, a GPU or files of elsewhere
     variables: list[str] = msgspec.field(default_factory=list[str])  # names of variables that a module:function gets
+    readable: list[str] = msgspec.field(
+        default_factory=list[str]
+    )  # files and directories that it may read in its jail, besides path
 
 
 class EndpointSettings(Section, frozen=True, kw_only=True):

@@ -26,11 +26,10 @@ import structlog
 from transport.contracts.messages import part_of
 from transport.contracts.settings import EnvironmentSettings, Settings
 from transport.process.programs import python_module
-from transport.process.secret import own_directories
 from workers.environments.environment import BUILT_IN, Answer, Failed, Observed, Ready, Reset, Setup, Step
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError
 from workers.scoring.child import GRACE_S, ChildProcess, child_environment
-from workers.scoring.jail import Jail
+from workers.scoring.jail import Jail, private_paths, readable_paths
 from workers.user_functions.imports import allowed_functions
 
 log = structlog.get_logger(__name__)
@@ -240,7 +239,7 @@ class EnvironmentPool:
     def __init__(self, settings: Settings, environment: EnvironmentSettings, setup: Setup) -> None:
         self._settings = environment
         self._setup = setup
-        self._hidden = (Path(settings.run.dir).resolve(), *own_directories())
+        self._hidden = private_paths(settings)
         self._children: list[EnvironmentChild] = []
         self._jail: Jail | None = None
         self._calling = asyncio.Semaphore(self._settings.processes)
@@ -273,8 +272,9 @@ class EnvironmentPool:
 
     async def _find_jail(self) -> Jail | None:
         """Raises EnvironmentSetupError: there is none, and what a model wrote would run."""
-        readable = (Path(self._setup.path),) if self._setup.path else ()
-        jail = Jail(readable=readable, hidden=self._hidden)
+        own = (Path(self._setup.path),) if self._setup.path else ()
+        named = readable_paths(self._settings.readable, "environment.readable", EnvironmentSetupError)
+        jail = Jail(readable=(*own, *named), hidden=self._hidden)
         reason = 'environment.jail is "off"'
         if self._settings.jail == "auto" or self._setup.name in BUILT_IN:
             reason = await jail.why_not(COMMAND, child_environment(self._settings.variables))

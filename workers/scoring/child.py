@@ -15,7 +15,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -50,13 +50,12 @@ class ChildProcess:
 
     async def spawn(self, command: Sequence[str], allowed: Sequence[str]) -> None:
         """allowed: names of variables that it gets. Raises OSError."""
-        self._process = await asyncio.create_subprocess_exec(
-            *(command if self._jail is None else self._jail.command(command)),
-            stdin=PIPE,
-            stdout=PIPE,
-            env=child_environment(allowed),
-            start_new_session=True,
-        )
+        options: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
+        options["env"] = child_environment(allowed)
+        if self._jail is None:
+            self._process = await asyncio.create_subprocess_exec(*command, **options)
+        else:
+            self._process = await self._jail.start(command, **options)
 
     async def exchange(self, message: msgspec.Struct, limit_s: float) -> bytes:
         """Its answer to ``message``. Raises TimeoutError; OSError, IncompleteReadError: it ended; DecodeError."""

@@ -3,10 +3,10 @@
     response ──► extract_code ──► one jail an answer (jail.py): code_grader.py runs code and tests apart ──► Reward
 
 The code and the tests run nowhere but in a jail; where there is none the reward is refused by name when it starts.
-An answer that crashes, hangs, or takes more than its limits has failed its tests. A jail that does not start, a
-machine too busy to run the answer and tests that are broken are RewardErrors, never a zero.
+An answer that crashes, hangs, or takes more than its limits has failed its tests, also where it makes the tests hang. A
+jail that does not start, a machine too busy to run the answer and tests that are broken are RewardErrors, never a zero.
 
-Owns: what of a response is its code, limits, the filter of system calls, one jail's life. Never: what a test means
+Owns: what of a response is its code, limits, one jail's life. Never: what a test means
 (code_grader.py), delivery (worker.py). Invariant: ``score`` ends with a Reward or a RewardError, and no process of
 its jail is left.
 """
@@ -20,8 +20,6 @@ import os
 import platform
 import shutil
 import signal
-import struct
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,23 +31,29 @@ from transport.contracts.types import Struct
 from transport.process.programs import bare_python
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring import jail
+from workers.scoring.code_grader import ANSWERS, BUSY_SHARE, OURS
 from workers.scoring.jail import Jail
 from workers.scoring.rewards import Reward, Sample, read_entry
+from workers.scoring.system_calls import answer_filter
 
 MAX_CODE_BYTES = 256 * 1024
 MEMORY_BYTES = 1024**3
-"""Of all processes of an answer together, and the address space of each."""
+"""Of an answer, and its address space."""
 TEMPORARY_BYTES = 32 * 1024**2
 """Of an answer's /tmp, and of its /dev/shm."""
 FILE_BYTES = 16 * 1024**2
 MAX_FILES = 64
+"""Open at once."""
+MAX_INODES = 1024
+"""Files, directories and links of an answer: an empty one takes a kilobyte of the kernel's."""
 MAX_VERDICT_BYTES = 64 * 1024
-MAX_PROCESSES = 16
-"""Processes and threads of an answer. Root's are not counted by the kernel but by the grader, 50 times a second."""
+MAX_THREADS = 16
+"""Root's are not counted by the kernel but by the grader, 50 times a second."""
 CPU_SHARE = 0.2
 """Of ``scoring.timeout_s`` as CPU time: an answer that used it has failed."""
-BUSY_FACTOR = 10
-"""Times ``scoring.timeout_s`` that an answer which computes may wait for its CPU time on a busy machine."""
+GRACE_S = 1.0
+"""The grader judges at the limit of time; this much later its jail is ended for it."""
+POLL_S = 0.002
 STARTING_S = 60.0
 """A jail starts in some 50 ms; on a machine with ten busy processes, much later."""
 
@@ -85,15 +89,19 @@ def extract_code(response: str, entry_points: Sequence[str]) -> str:
 class CodePool:
     """Scores answers, ``processes`` at once, each in a jail of its own.
 
-    timeout_s: of one answer, from when its jail runs; longer on a busy machine, see BUSY_FACTOR.
-    well_formed_reward: of a wrong answer that runs.
+    timeout_s: of one answer, from when its jail runs.
+    well_formed_reward: of a wrong answer that runs.  hidden: what no answer sees, wherever it lies.
     """
 
-    def __init__(self, *, timeout_s: float, well_formed_reward: float = 0.0, processes: int = 2) -> None:
+    def __init__(
+        self, *, timeout_s: float, well_formed_reward: float = 0.0, processes: int = 2, hidden: Sequence[Path] = ()
+    ) -> None:
         self._timeout_s = timeout_s
+        self._cpu_s = max(1, round(timeout_s * CPU_SHARE))
         self._well_formed_reward = well_formed_reward
         self._free = asyncio.Semaphore(processes)
         self._running: set[Process] = set()
+        self._jail = Jail(bare=True, temporary_bytes=TEMPORARY_BYTES, hidden=tuple(hidden))
         self.failures = 0
         self.jailed = False
         """True once it is known that there is a jail."""
@@ -124,9 +132,9 @@ class CodePool:
         refusal = "reward 'code' executes what a model wrote, and there is no jail for it here: "
         if shutil.which(jail.BUBBLEWRAP) is None:
             raise RewardSetupError(refusal + jail.NOT_INSTALLED)
-        if not call_filter():
+        if not answer_filter():
             raise RewardSetupError(f"{refusal}no filter of system calls for {platform.machine()} processors")
-        if reason := await _jail().why_not([*bare_python(), "pass"], {}):
+        if reason := await self._jail.why_not([*bare_python(), "pass"], {}):
             raise RewardSetupError(refusal + reason)
         task = CodeTask(entry_points=["answer"], setup="", tests=["assert answer(6) == 42"])
         for code, passed in (("def answer(n): return n * 7", 1), ("def answer(n): return n", 0)):
@@ -168,15 +176,17 @@ class CodePool:
             "memory_bytes": MEMORY_BYTES,
             "file_bytes": FILE_BYTES,
             "files": MAX_FILES,
-            "processes": MAX_PROCESSES,
-            "cpu_s": max(1, round(self._timeout_s * CPU_SHARE)),
+            "inodes": MAX_INODES,
+            "threads": MAX_THREADS,
+            "cpu_s": self._cpu_s,
             "wall_s": self._timeout_s,
-            "most_s": BUSY_FACTOR * self._timeout_s,
-            "filter": call_filter().hex(),
+            "filter": answer_filter().hex(),
         }
         tests = {"setup": task.setup, "tests": task.tests}
         async with self._free:
             said = await self._run(b"".join(_frame(one) for one in (job, tests)))
+        if said == ANSWERS:
+            return Verdict(well_formed=True, total=len(task.tests), limit="time")
         try:
             verdict = msgspec.json.decode(said, type=Verdict)
         except msgspec.MsgspecError:
@@ -186,9 +196,12 @@ class CodePool:
         return verdict
 
     async def _run(self, request: bytes) -> bytes:
-        """The one message of the jail's first process, b"" if it ends without. Whatever is in the jail then ends."""
-        process = await asyncio.create_subprocess_exec(
-            *_jail().command([*bare_python(), GRADER]),
+        """The verdict of the jail's first process; b"" if it ends without one; ANSWERS if the answer keeps it from one.
+
+        Whatever is in the jail then ends. Raises RewardTimeoutError.
+        """
+        process = await self._jail.start(
+            [*bare_python(), GRADER],
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
@@ -197,17 +210,27 @@ class CodePool:
         )
         assert process.stdin is not None and process.stdout is not None  # noqa: PT018 PIPE
         self._running.add(process)
+        reader, turn = process.stdout, b""
         try:
-            async with asyncio.timeout(STARTING_S + BUSY_FACTOR * self._timeout_s):
+            async with asyncio.timeout(STARTING_S):
+                await _is_ended_first(process.pid)
                 with contextlib.suppress(ConnectionError):
                     process.stdin.write(request)
-                    await process.stdin.drain()
-                length = int.from_bytes(await process.stdout.readexactly(4), "big")
-                return await process.stdout.readexactly(min(length, MAX_VERDICT_BYTES))
+                turn = await _message(reader)
+            async with asyncio.timeout(self._timeout_s + GRACE_S):
+                while (said := await _message(reader)) in (ANSWERS, OURS):
+                    turn = said
+                return said
         except asyncio.IncompleteReadError:
             return b""
         except TimeoutError:
-            raise RewardTimeoutError("the jail did not end in time: the machine is too busy, or it hangs") from None
+            if turn == ANSWERS and not _waits_for_a_core(process.pid, self._timeout_s, self._cpu_s):
+                return ANSWERS
+            if not turn:
+                raise RewardTimeoutError("the jail does not start: the machine is too busy, or it hangs") from None
+            raise RewardTimeoutError(
+                "the problem's tests do not end in time by themselves, or the machine is too busy"
+            ) from None
         finally:
             self._running.discard(process)
             await _end(process)
@@ -228,77 +251,44 @@ async def _end(process: Process) -> None:
     await process.wait()
 
 
-def _jail() -> Jail:
-    return Jail(bare=True, temporary_bytes=TEMPORARY_BYTES)
+async def _message(reader: asyncio.StreamReader) -> bytes:
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    return await reader.readexactly(min(length, MAX_VERDICT_BYTES))
+
+
+async def _is_ended_first(pid: int) -> None:
+    """Have the kernel end what is in the jail of bubblewrap, ``pid``, before all else where the machine has no memory.
+
+    The first process there waits for its request meanwhile, and what it starts has the same place.
+    """
+    first = ""
+    while not first:
+        try:
+            first = _first_process(pid)
+        except OSError:  # it ended, or this kernel does not say
+            return
+        await asyncio.sleep(0 if first else POLL_S)
+    _set_ended_first(first)
+
+
+def _set_ended_first(process: str) -> None:
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process}/oom_score_adj").write_text("1000")
+
+
+def _first_process(pid: int) -> str:
+    """Number of the first process in the jail of bubblewrap, ``pid``; "" before it is there. Raises OSError."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().partition(" ")[0]
+
+
+def _waits_for_a_core(pid: int, limit_s: float, cpu_s: float) -> bool:
+    """Whether the tests in the jail of bubblewrap, ``pid``, got less than ``cpu_s``, since they waited for a core."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        used_ns, delayed_ns, _ = map(int, Path(f"/proc/{_first_process(pid)}/schedstat").read_text().split())
+        return used_ns < 1e9 * cpu_s and delayed_ns > 1e9 * BUSY_SHARE * limit_s
+    return False
 
 
 def _frame(value: object) -> bytes:
     raw = json.dumps(value).encode()
     return len(raw).to_bytes(4, "big") + raw
-
-
-# --- the filter of system calls ---------------------------------------------------------------------------------------
-
-# What a program of functions does not need: memory that no process is charged with (memfd, System V, message queues),
-# other processes' memory, limits and priorities, the kernel's programs and keys. Numbers: (x86_64, aarch64).
-_REFUSED: dict[str, tuple[int, int]] = {
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "ptrace": (101, 117),
-    "personality": (135, 92),
-    "setpriority": (141, 140),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "mount": (165, 40),
-    "sched_setaffinity": (203, 122),
-    "mq_open": (240, 180),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "ioprio_set": (251, 30),
-    "unshare": (272, 97),
-    "perf_event_open": (298, 241),
-    "setns": (308, 268),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "sched_setattr": (314, 274),
-    "memfd_create": (319, 279),
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440),
-    "memfd_secret": (447, 447),
-}
-_PRLIMIT = (302, 261)
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
-"""Refused with EPERM; a call by the numbers of another architecture ends the process."""
-_X32 = 0x40000000
-
-
-def call_filter(machine: str | None = None) -> bytes:
-    """The filter as seccomp's program, struct sock_filter[]; b"" for a processor whose numbers are not known."""
-    machine = machine or platform.machine()
-    if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
-        return b""
-    column, architecture = _ARCHITECTURES[machine]
-    numbers = [one[column] for one in _REFUSED.values()]
-    program: list[tuple[int, int, int, int]] = [  # code, skip if so, skip if not, operand
-        (_LOAD, 0, 0, 4),
-        (_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),
-        (_AT_LEAST, len(numbers) + 4, 0, _X32),
-        *((_EQUAL, len(numbers) + 3 - index, 0, number) for index, number in enumerate(numbers)),
-        (_EQUAL, 1, 0, _PRLIMIT[column]),
-        (_RETURN, 0, 0, _ALLOW),
-        (_LOAD, 0, 0, 16),  # whose limits: 0 is the process itself
-        (_EQUAL, 1, 0, 0),
-        (_RETURN, 0, 0, _REFUSE),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    return b"".join(struct.pack("=HBBI", *one) for one in program)

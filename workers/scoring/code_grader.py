@@ -1,22 +1,25 @@
 """The program in the jail of one answer: runs it in a process of its own and the problem's tests against it.
 
     grader (first process of the jail)                     solution (its child, forked before any test was read)
-      tests ── call of an entry point: plain data ──────►    the model's code
+      tests ── call of an entry point: plain data ──────►    the model's code: one process, some threads
             ◄── result or the exception's name ──────────
-      one verdict to stdout
+      to stdout: whose time it is, at each change; one verdict
 
 The solution can end neither the tests nor itself into a pass: what it returns is data, compared in the grader's
 process; expected values are never in its memory. The kernel lets it neither signal the first process of the jail nor
-read it (not dumpable), and a filter of system calls (code.py) leaves it no other way to it.
+read it (not dumpable), and a filter of system calls (code.py) leaves it no other way to it, and no second process.
 
-Owns: the limits of all processes of the jail together, and which side ran out of time. Imports the standard library
-only: it is started from its source text, by an interpreter without packages. Invariant: one verdict, or the process
-ends without one.
+Whatever an answer can bring about is its own fault: once a test has called it, also the time of the test is the
+answer's, which may have returned a number that the test counts up to. Only a wait for a core is nobody's fault.
+
+Owns: the limits of the solution, and which side ran out of time. Imports the standard library only: it is started from
+its source text, by an interpreter without packages. Invariant: one verdict, or the process ends without one.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import json
 import os
@@ -31,12 +34,16 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
+PR_SET_THP_DISABLE = 41
 MAX_MESSAGE_BYTES = 1024 * 1024
 """Of a call's arguments or its result."""
 WATCH_S = 0.02
-"""Between two looks at all processes: a process can take some 100 MB in it."""
-ASLEEP_LOOKS = 10
-"""In a row, after which an answer that is late waits for something; in one look it may just have been woken."""
+"""Between two looks at the solution, which can take some 100 MB in it."""
+BUSY_SHARE = 0.5
+"""Of its time that an answer may wait for a core before the machine is to blame, and not the answer."""
+ANSWERS, OURS = b"answer", b"tests"
+"""Whose time it is, as told to who started the jail."""
+WRITABLE = ("/tmp", "/dev/shm")
 TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -64,7 +71,10 @@ def read_frame(fd: int, limit: int = 1 << 31) -> Any:
 
 
 def write_frame(fd: int, value: object) -> None:
-    raw = json.dumps(value).encode()
+    write_bytes(fd, json.dumps(value).encode())
+
+
+def write_bytes(fd: int, raw: bytes) -> None:
     raw = struct.pack(">I", len(raw)) + raw
     while raw:
         raw = raw[os.write(fd, raw) :]
@@ -137,8 +147,10 @@ def solve(channel: int, job: dict[str, Any]) -> NoReturn:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: job["file_bytes"],
         resource.RLIMIT_NOFILE: job["files"],
-        resource.RLIMIT_NPROC: job["processes"],
+        resource.RLIMIT_NPROC: job["threads"],
         resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: job["files"],  # counted for all of the user's processes
     }
     for kind, most in limits.items():
         _, hard = resource.getrlimit(kind)
@@ -184,48 +196,62 @@ class SolutionError(Exception):
 class Grader:
     """One verdict about one solution; the process ends with it."""
 
-    def __init__(self, job: dict[str, Any], channel: socket.socket) -> None:
+    def __init__(self, job: dict[str, Any], channel: socket.socket, solution: int) -> None:
         self._job = job
         self._channel = channel.fileno()
         self._socket = channel
-        self._awaits_solution = False
+        self._solution = solution
+        self._is_answers = True
         self._killed = ""
         self._finishing = threading.Lock()
         self._looking = threading.Lock()
         self._started_s = time.monotonic()
+        self._well_formed = False
+        self._num_tests = 0
 
     def run(self, tests: dict[str, Any]) -> NoReturn:
+        self._num_tests, passed = len(tests["tests"]), 0
         defined = self._ask(None)
-        verdict: dict[str, Any] = {"well_formed": False, "passed": 0, "total": len(tests["tests"]), "limit": ""}
         if isinstance(defined, list) and all(name in defined for name in self._job["entry_points"]):
-            verdict["well_formed"] = True
+            self._well_formed = True
             space: dict[str, Any] = {"__name__": "tests"}
             space.update({name: self._proxy(name) for name in self._job["entry_points"]})
+            self._turn(answers=False)
             try:
                 exec(compile(tests["setup"], "<setup>", "exec", dont_inherit=True), space)
             except BaseException as error:
                 self.finish({"error": f"the problem's setup raises {type(error).__name__}: {error}"})
             for source in tests["tests"]:
+                self._turn(answers=False)
                 try:
                     exec(compile(source, "<test>", "exec", dont_inherit=True), space)
-                    verdict["passed"] += not self._killed
+                    passed += not self._killed
                 except BaseException:
                     continue
-        if self._killed:
-            verdict |= {"limit": self._killed, "passed": 0}
-        self.finish(verdict)
+        self._judge(passed)
+
+    def _judge(self, passed: int) -> NoReturn:
+        """passed: tests; none counts once the solution was over a limit."""
+        counted = {"passed": 0 if self._killed else passed, "total": self._num_tests, "limit": self._killed}
+        self.finish({"well_formed": self._well_formed, **counted})
+
+    def _turn(self, *, answers: bool) -> None:
+        """From here on time is the answer's, or the tests' own. Who started the jail ends it where this process cannot:
+        one operation of a test can keep the interpreter for hours."""
+        if answers is not self._is_answers:
+            self._is_answers = answers
+            write_bytes(1, ANSWERS if answers else OURS)
 
     def _proxy(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
-            said = self._ask([name, pack(args), pack(named)])
+            packed = [name, pack(args), pack(named)]
+            self._turn(answers=True)
+            said = self._ask(packed)
             if not isinstance(said, list) or not said:
                 raise SolutionError("no answer")
             if said[0] == "ok" and len(said) == 2:
                 return unpack(said[1])
-            kind = getattr(builtins, str(said[1]), None) if len(said) == 3 else None
-            if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, AssertionError):
-                raise kind(str(said[2]))
-            raise SolutionError(str(said[1:]))
+            raise _exception(said)
 
         return call
 
@@ -234,15 +260,12 @@ class Grader:
         try:
             if call is not None:
                 write_frame(self._channel, call)
-            self._awaits_solution = True
             said = read_frame(self._channel, MAX_MESSAGE_BYTES + 4096)
             with self._looking:  # also where the watch is late: what an answer holds when it answers counts
                 self._hold()
             return said
         except (EOFError, OSError, ValueError, RecursionError, MemoryError):
             return None
-        finally:
-            self._awaits_solution = False
 
     def finish(self, verdict: dict[str, Any]) -> NoReturn:
         """The first verdict counts."""
@@ -254,89 +277,117 @@ class Grader:
     # -- limits
 
     def watch(self) -> NoReturn:
-        asleep = 0
         while True:
             time.sleep(WATCH_S)
             with self._looking:
-                processes = self._hold()
+                used_s, delayed_s = self._hold()
+            if self._killed == "memory" and self._is_answers:  # the test may hold what the answer made it hold
+                self._judge(0)
             waited_s = time.monotonic() - self._started_s
-            waits = self._awaits_solution and not any(one[0] in "RD" for one in processes)
-            asleep = asleep + 1 if waits else 0
             if waited_s <= self._job["wall_s"]:
                 continue
-            if not self._awaits_solution:
-                self.finish({"error": "the problem's tests did not end in time, or the machine is too busy"})
-            if asleep >= ASLEEP_LOOKS:  # one that computes gets its CPU time, however busy the machine
-                self._kill("time")
-            elif waited_s > self._job["most_s"]:
+            used_s += time.process_time()  # for as long, the threads of the solution can delay each other
+            if used_s < self._job["cpu_s"] and delayed_s - used_s > BUSY_SHARE * waited_s:
                 self.finish({"error": "the machine is too busy to run the answer in time"})
-
-    def _hold(self) -> list[tuple[str, float, int, int]]:
-        """Look at all processes, and end them where together they are over a limit."""
-        _reap()
-        names = _names()
-        if len(names) > self._job["processes"]:  # before their files are read: a fork bomb has thousands
-            self._kill("processes")
-            return []
-        processes = _others(names)
-        if sum(one[3] for one in processes) > self._job["processes"]:
-            self._kill("processes")
-        elif sum(one[2] for one in processes) > self._job["memory_bytes"]:
-            self._kill("memory")
-        elif sum(one[1] for one in processes) + sum(os.times()[2:4]) > self._job["cpu_s"] + 0.5:
+            if not self._is_answers:
+                self.finish({"error": "the problem's tests do not end in time by themselves"})
             self._kill("time")
-        return processes
+            self._judge(0)
+
+    def _hold(self) -> tuple[float, float]:
+        """Look at the solution, and end it where it is over a limit.
+
+        Returns: CPU seconds that it used; seconds that it and the tests waited for a core.
+        """
+        used_s, held_bytes, num_threads, delayed_s = _look(self._solution)
+        if num_threads > self._job["threads"]:
+            self._kill("processes")
+        elif held_bytes + _resident_bytes("/proc/self") > self._job["memory_bytes"]:
+            self._kill("memory")
+        elif sum(map(_num_files, WRITABLE)) > self._job["inodes"]:
+            self._kill("files")
+        elif used_s > self._job["cpu_s"] + 0.5:
+            self._kill("time")
+        return used_s, delayed_s + _delay_s("/proc/self/task/1")
 
     def _kill(self, reason: str) -> None:
-        """End everything in the jail but this process, what was just forked, too."""
+        """End everything in the jail but this process."""
         self._killed = self._killed or reason
-        for _ in range(3):
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                break
-            _reap()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
 
 
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
+def _exception(said: list[Any]) -> Exception:
+    """What the solution raised, where that is an exception of Python's own that does not steer who called.
 
-
-def _names() -> list[str]:
-    """Numbers of all other processes of the jail, also of those that ended and that no process waited for."""
-    return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-
-
-def _others(names: list[str]) -> list[tuple[str, float, int, int]]:
-    """(state, CPU seconds, resident bytes, threads) of each of these processes."""
-    found: list[tuple[str, float, int, int]] = []
-    for name in names:
+    StopIteration would end the test's loop, and AssertionError is the test's word.
+    """
+    kind = getattr(builtins, str(said[1]), None) if len(said) == 3 else None
+    steering = (AssertionError, StopIteration, StopAsyncIteration)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, steering):
         try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        used = sum(int(ticks) for ticks in fields[11:15]) * TICKS_S
-        found.append((fields[0].decode(), used, int(fields[21]) * PAGE_BYTES, max(1, int(fields[17]))))
-    return found
+            return kind(str(said[2]))
+        except TypeError:  # one that is made of more than a text
+            pass
+    return SolutionError(str(said[1:]))
+
+
+def _look(solution: int) -> tuple[float, int, int, float]:
+    """CPU seconds, resident bytes, threads, and seconds that one of its threads waited for a core; 0 once it ended.
+
+    Its memory is read by any thread: that of a process whose first thread ended is not in the process's own numbers.
+    """
+    place = f"/proc/{solution}"
+    try:
+        with open(f"{place}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        threads = [f"{place}/task/{thread}" for thread in os.listdir(f"{place}/task")]
+    except OSError:
+        return 0.0, 0, 0, 0.0
+    used_s = sum(int(ticks) for ticks in fields[11:13]) * TICKS_S
+    held = max((_resident_bytes(thread) for thread in threads[:64]), default=0)
+    return used_s, held, len(threads), max(map(_delay_s, threads[:64]), default=0.0)
+
+
+def _resident_bytes(thread: str) -> int:
+    try:
+        with open(f"{thread}/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
+
+
+def _delay_s(thread: str) -> float:
+    """Seconds that it could have run, and waited for a core; 0 from a kernel that does not count them."""
+    try:
+        with open(f"{thread}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+def _num_files(directory: str) -> int:
+    """Files of any kind, also empty ones, which take the kernel's memory."""
+    counted = os.statvfs(directory)
+    return counted.f_files - counted.f_ffree
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no signal reaches the first process that has no handler for it
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # the solution's, too: a pipe can hold a huge page by its first bytes
     if os.getpid() != 1:
         sys.exit("is not the first process of a jail")
     job = read_frame(0)
     ours, theirs = socket.socketpair()
-    if os.fork() == 0:
+    solution = os.fork()
+    if solution == 0:
         solve(theirs.fileno(), job)
     theirs.close()
     resource.setrlimit(resource.RLIMIT_AS, (job["memory_bytes"], job["memory_bytes"]))  # the tests come from a file
-    grader = Grader(job, ours)
+    grader = Grader(job, ours, solution)
+    write_bytes(1, ANSWERS)
     threading.Thread(target=grader.watch, name="watch", daemon=True).start()
     grader.run(read_frame(0))
 

@@ -1,8 +1,10 @@
 """A jail for a child process: bubblewrap's namespaces with nothing in them but what Python needs, and limits.
 
-    seen        the interpreter, its packages, ours, system libraries and what is named, read-only
+    seen        the interpreter, its packages, ours, the system's programs and libraries, and what is named, read-only;
+                a bare jail has the interpreter's own files alone
     writable    a /tmp and a /dev/shm of its own, which are memory
     not there   the network, other processes and their /proc, other files, capabilities, the way to them (no_new_privs)
+    refused     calls of the kernel that no namespace holds (system_calls.py)
     limits      memory, processes, size of a file, open files, no core dump
 
 ``why_not`` starts a process in the jail to find out whether it works: default containers refuse user namespaces. Where
@@ -18,15 +20,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import glob
 import os
 import resource
 import shutil
 import signal
+import socket
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transport.process.secret import own_directories
+from workers.scoring.system_calls import child_filter
+
+if TYPE_CHECKING:
+    from transport.contracts.settings import Settings  # not for the child, which imports little
 
 BUBBLEWRAP = "bwrap"
 PROBE_S = 60.0
@@ -40,7 +52,14 @@ MAX_PROCESSES = 256
 NOBODY = 65534
 NOT_INSTALLED = "bubblewrap is not installed (Debian: apt-get install bubblewrap)"
 
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/opt")
+SYSTEM = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    *("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec"),
+    *("/usr/share/zoneinfo", "/usr/share/locale", "/usr/share/fonts"),
+)
+"""A distribution's own; not what an administrator adds: /opt, /usr/local, /usr/src, the rest of /usr/share."""
+STORE = Path("/nix/store")
+"""Each directory in it is a package; those are seen that this process has libraries of."""
 CONFIGURATION = tuple(f"/etc/{name}" for name in ("fonts", "ld.so.cache", "ld.so.conf.d", "alternatives", "localtime"))
 PASSED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "TMPDIR", "HOME", "USER")
 """Of the environment; whatever else a child should know is named by the user (scoring.environment)."""
@@ -56,9 +75,10 @@ def clean_environment(environ: Mapping[str, str], allowed: Sequence[str] = ()) -
 class Jail:
     """readable: what is seen besides system and interpreter, where it lies.
 
-    hidden: directories that are not seen, wherever they lie; but what is to be seen inside of one is.
-    temporary_bytes: of its /tmp, and of its /dev/shm.  bare: the interpreter without packages, ours included, and the
-    command is the first process: others in the jail cannot signal it, and end with it.
+    hidden: files and directories that are not seen, wherever they lie, besides the secrets of this user; but what is to
+    be seen inside of one is.
+    temporary_bytes: of its /tmp, and of its /dev/shm.  bare: the interpreter's own files alone (interpreter.py), and
+    the command is the first process: others in the jail cannot signal it, and end with it.
     """
 
     readable: tuple[Path, ...] = ()
@@ -86,14 +106,13 @@ class Jail:
 
     def _mounts(self, size: str) -> tuple[list[tuple[str, ...]], list[Path]]:
         """Arguments for what is seen and /tmp, shallowest first, as each covers what lies below it; what is hidden."""
-        system = [path for path in map(Path, SYSTEM) if path.exists()]
-        interpreter = [Path(sys.base_prefix)] if self.bare else _interpreter()
+        system, interpreter, foreign = self._seen()
         named = [path.absolute() for path in (*interpreter, *self.readable) if path.exists()]
         covered = [
             bind / one.resolve().relative_to(bind.resolve())
-            for one in self.hidden
+            for one in (*self.hidden, *own_directories(), *foreign)
             for bind in (*system, *named)
-            if os.path.isdir(one) and one.resolve().is_relative_to(bind.resolve())
+            if one.exists() and one.resolve().is_relative_to(bind.resolve())
         ]
         wanted = [
             *(("see", path) for path in system),
@@ -112,19 +131,46 @@ class Jail:
             elif what == "see" and not seen:
                 mounts.append(("--ro-bind", str(path.resolve()), str(path)))
             elif what == "hide" and seen and path.resolve() == outer.resolve() / path.relative_to(outer):
-                mounts.append(("--tmpfs", str(path)))
-                hidden.append(path)
+                if path.is_dir():
+                    mounts.append(("--tmpfs", str(path)))
+                    hidden.append(path)
+                else:
+                    mounts.append(("--ro-bind", os.devnull, str(path)))
             else:  # seen or hidden already, or a link out of what is seen
                 continue
             shows[path] = what == "see"
         return mounts, [path for path in hidden if not shows[path]]
 
+    def _seen(self) -> tuple[list[Path], list[Path], Sequence[Path]]:
+        """What is seen of the system and of the interpreter, and directories in it that are not."""
+        from workers.scoring import interpreter  # not for the child, which imports little
+
+        if self.bare:
+            bare = interpreter.bare_interpreter()
+            return [], [*bare.files, *bare.trees], bare.foreign
+        system = [path for path in map(Path, SYSTEM) if path.exists()]
+        packages = _packages()
+        libraries = {_place(one) for one in interpreter.loaded_libraries()}
+        shown = (*system, *packages)
+        return system, [*packages, *(one for one in libraries if not any(map(one.is_relative_to, shown)))], ()
+
+    async def start(self, argv: Sequence[str], **options: Any) -> Process:
+        """``argv`` in the jail. options: as of ``asyncio.create_subprocess_exec``. Raises OSError."""
+        calls = child_filter()
+        if not calls:
+            return await asyncio.create_subprocess_exec(*self.command(argv), **options)
+        with tempfile.TemporaryFile() as file:
+            file.write(calls)
+            file.seek(0)
+            words = [BUBBLEWRAP, "--seccomp", str(file.fileno()), *self.command(argv)[1:]]
+            return await asyncio.create_subprocess_exec(*words, pass_fds=(file.fileno(),), **options)
+
     async def why_not(self, argv: Sequence[str], environment: Mapping[str, str]) -> str:
         """Why ``argv`` does not run in it on this machine, "" if it does: it is tried, with nothing to read."""
         if shutil.which(BUBBLEWRAP) is None:
             return NOT_INSTALLED
-        process = await asyncio.create_subprocess_exec(
-            *self.command(argv), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment, start_new_session=True
+        process = await self.start(
+            argv, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment, start_new_session=True
         )
         try:
             async with asyncio.timeout(PROBE_S):
@@ -146,17 +192,50 @@ class Jail:
         )
 
 
-def _interpreter() -> list[Path]:
+def _packages() -> list[Path]:
     """What this Python is made of, without the working directory: it may hold runs, and they hold secrets."""
     from transport.process.programs import python_module  # not for the child, which imports little
 
     packages = [Path(entry) for entry in sys.path if entry and Path(entry).is_dir() and Path(entry) != Path.cwd()]
     ours = Path(__file__).resolve().parents[2]
-    found = [Path(sys.prefix), Path(sys.base_prefix), Path(python_module("")[0]).resolve().parents[1]]
+    prefixes = [Path(sys.prefix), Path(sys.base_prefix), Path(python_module("")[0]).resolve().parents[1]]
     if not any(ours.glob("*.dist-info")):  # not installed (also by --user, --target), but a checkout, which holds runs
         packages = [path for path in packages if path != ours and ours not in path.resolve().parents]
-    found += packages
+    found = [*(part for prefix in prefixes for part in _parts(prefix)), *packages]
     return [*found, *(path.resolve() for path in found), ours / "workers", ours / "transport"]
+
+
+def _parts(prefix: Path) -> list[Path]:
+    """Of an interpreter's prefix what is Python's: a user may have anything beside it."""
+    if prefix in (Path("/usr"), Path("/usr/local")):
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        parts = [prefix / "lib" / version, *(prefix / "bin").glob("python3*")]
+    else:
+        parts = [prefix / name for name in ("bin", "lib", "lib64", "pyvenv.cfg")]
+    return [part for part in parts if part.exists()]
+
+
+def _place(library: Path) -> Path:
+    """What is seen so that a library is: itself, or its package in the store of Nix."""
+    return STORE / library.relative_to(STORE).parts[0] if library.is_relative_to(STORE) else library
+
+
+def readable_paths(named: Sequence[str], setting: str, error: type[Exception]) -> tuple[Path, ...]:
+    """The paths that ``setting`` names. Raises ``error``, by that name, for what is not there."""
+    paths = tuple(Path(one).expanduser() for one in named)
+    for path in paths:
+        if not path.exists():
+            raise error(f"{setting}: there is no file or directory {path} on {socket.gethostname()}")
+    return paths
+
+
+def private_paths(settings: Settings) -> tuple[Path, ...]:
+    """What no jail of a run shows unless the user names it: all runs beside it, and its data, which has the answers."""
+    data, held_out = settings.data, settings.eval
+    named = [data.path, data.rewards, held_out.path, *(part.path for part in data.mix.values())]
+    named += [one.path for one in held_out.sets.values()]
+    files = [Path(file) for name in named if name for file in glob.glob(os.path.expanduser(name))]
+    return tuple(path.resolve() for path in (Path(settings.run.dir), *files))
 
 
 # --- in the child -----------------------------------------------------------------------------------------------------

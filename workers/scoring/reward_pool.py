@@ -27,11 +27,10 @@ import structlog
 from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.settings import Settings
 from transport.process.programs import python_module
-from transport.process.secret import own_directories
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.child import GRACE_S, ChildProcess, child_environment
 from workers.scoring.code import CodePool
-from workers.scoring.jail import Jail
+from workers.scoring.jail import Jail, private_paths, readable_paths
 from workers.scoring.rewards import (
     WRONG,
     Failed,
@@ -142,6 +141,7 @@ class RewardPool:
 
     timeout_s: of one call.  processes: children; a hanging reward blocks one of them until its limit.
     jailed: whether a jail may be used. Without it a reward that executes answers is refused.
+    hidden, readable: as of a Jail.
     """
 
     def __init__(
@@ -153,13 +153,14 @@ class RewardPool:
         memory_bytes: int = MEMORY_BYTES,
         jailed: bool = True,
         hidden: Sequence[Path] = (),
+        readable: Sequence[str] = (),
         environment: Sequence[str] = (),
     ) -> None:
         self._spec = msgspec.structs.replace(spec, path=str(Path(spec.path).resolve()) if spec.path else "")
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._wants_jail = jailed
-        self._hidden = tuple(hidden)
+        self._hidden, self._readable = tuple(hidden), tuple(readable)
         self._environment = tuple(environment)
         self._num_processes = processes
         self._children: list[RewardChild] = []
@@ -189,8 +190,9 @@ class RewardPool:
 
     async def _find_jail(self) -> Jail | None:
         """Where rewards run. Raises RewardSetupError for one that executes answers where there is no jail."""
-        readable = (Path(self._spec.path),) if self._spec.path else ()
-        jail = Jail(readable=readable, hidden=(*self._hidden, *own_directories()))
+        own = (Path(self._spec.path),) if self._spec.path else ()
+        named = readable_paths(self._readable, "scoring.readable", RewardSetupError)
+        jail = Jail(readable=(*own, *named), hidden=self._hidden)
         reason = 'scoring.jail is "off"'
         if self._wants_jail:
             reason = await jail.why_not(COMMAND, child_environment(self._environment))
@@ -314,13 +316,19 @@ def open_pool(settings: Settings, spec: RewardSpec, *, processes: int) -> Reward
 
         return RewardModelPool(settings)
     if spec.function == CODE_REWARD:
-        return CodePool(timeout_s=scoring.timeout_s, well_formed_reward=scoring.well_formed_reward, processes=processes)
+        return CodePool(
+            timeout_s=scoring.timeout_s,
+            well_formed_reward=scoring.well_formed_reward,
+            processes=processes,
+            hidden=private_paths(settings),
+        )
     return RewardPool(
         spec,
         timeout_s=scoring.timeout_s,
         processes=processes,
         jailed=scoring.jail == "auto" or not spec.function,
-        hidden=[Path(settings.run.dir).resolve()],
+        hidden=private_paths(settings),
+        readable=scoring.readable if spec.function else (),
         environment=scoring.environment if spec.function else (),
     )
 
