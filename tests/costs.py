@@ -19,8 +19,6 @@ UNIT_WARN_S = 2.0
 """CPU seconds of a unit test above which the table lists it."""
 UNIT_MAX_S = 4.0
 """CPU seconds of a unit test above which it fails: twice the limit, as a second process on a core costs up to half."""
-EXEMPT: dict[str, str] = {}
-"""Unit tests that may take more, and why."""
 
 
 def cpu_s() -> float:
@@ -47,7 +45,7 @@ class Costs:
         now_s = cpu_s()
         spent_s, self._since_s = now_s - self._since_s, now_s
         report.user_properties.append((PROPERTY, spent_s))
-        if report.when == "call" and report.passed and _is_limited(report.nodeid) and spent_s > UNIT_MAX_S:
+        if report.when == "call" and report.passed and _tier(report.nodeid) == "unit" and spent_s > UNIT_MAX_S:
             report.outcome = "failed"
             report.longrepr = (
                 f"{report.nodeid} took {spent_s:.1f} s of CPU, a unit test at most {UNIT_MAX_S:.0f}: make it smaller, "
@@ -77,7 +75,7 @@ class Costs:
         write(f"{'start and collection':19} {rest_s:7.1f}")
         calls = [report for got in self._reports.get("unit", {}).values() for report in got if report.when == "call"]
         for report in calls:
-            if _is_limited(report.nodeid) and _spent_s(report) > UNIT_WARN_S:
+            if _spent_s(report) > UNIT_WARN_S:
                 write(
                     f"slow for a unit test, which fails above {UNIT_MAX_S:.0f} s of CPU: "
                     f"{_spent_s(report):.1f} s {report.nodeid}"
@@ -87,10 +85,6 @@ class Costs:
 def _tier(test: str) -> str:
     parts = test.partition("::")[0].split("/")
     return parts[1] if parts[0] == "tests" and len(parts) > 2 else parts[0]
-
-
-def _is_limited(test: str) -> bool:
-    return _tier(test) == "unit" and test not in EXEMPT
 
 
 def _spent_s(report: pytest.TestReport) -> float:

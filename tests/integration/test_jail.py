@@ -241,6 +241,11 @@ async def test_data_is_not_seen_unless_it_is_named(reward_dir: Path) -> None:
         assert ("AssertionError" in await says_no(made, empty)) == seen
 
 
+def test_what_a_setting_names_and_is_not_there_is_refused_by_its_name() -> None:
+    with pytest.raises(RewardSetupError, match=r"scoring\.readable: there is no file or directory /no/such on "):
+        jail.jail_of("", ["/no/such"], "scoring.readable", hidden=(), error=RewardSetupError)
+
+
 @needs_bubblewrap
 async def test_the_secret_of_the_user_is_hidden(reward_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(reward_dir))

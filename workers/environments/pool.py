@@ -29,7 +29,7 @@ from transport.process.programs import python_module
 from workers.environments.environment import BUILT_IN, Answer, Failed, Observed, Ready, Reset, Setup, Step
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError
 from workers.scoring.child import GRACE_S, ChildProcess, child_environment
-from workers.scoring.jail import Jail, private_paths, readable_paths
+from workers.scoring.jail import Jail, jail_of, private_paths
 from workers.user_functions.imports import allowed_functions
 
 log = structlog.get_logger(__name__)
@@ -272,9 +272,8 @@ class EnvironmentPool:
 
     async def _find_jail(self) -> Jail | None:
         """Raises EnvironmentSetupError: there is none, and what a model wrote would run."""
-        own = (Path(self._setup.path),) if self._setup.path else ()
-        named = readable_paths(self._settings.readable, "environment.readable", EnvironmentSetupError)
-        jail = Jail(readable=(*own, *named), hidden=self._hidden)
+        readable, error = self._settings.readable, EnvironmentSetupError
+        jail = jail_of(self._setup.path, readable, "environment.readable", hidden=self._hidden, error=error)
         reason = 'environment.jail is "off"'
         if self._settings.jail == "auto" or self._setup.name in BUILT_IN:
             reason = await jail.why_not(COMMAND, child_environment(self._settings.variables))

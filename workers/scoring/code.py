@@ -38,7 +38,7 @@ from workers.scoring.system_calls import answer_filter
 
 MAX_CODE_BYTES = 256 * 1024
 MEMORY_BYTES = 1024**3
-"""Of an answer, and its address space."""
+"""Limit of an answer and its tests together, and of the address space of each."""
 TEMPORARY_BYTES = 32 * 1024**2
 """Of an answer's /tmp, and of its /dev/shm."""
 FILE_BYTES = 16 * 1024**2
@@ -213,9 +213,10 @@ class CodePool:
         reader, turn = process.stdout, b""
         try:
             async with asyncio.timeout(STARTING_S):
-                await _is_ended_first(process.pid)
+                await _offer_to_oom_killer(process.pid)
                 with contextlib.suppress(ConnectionError):
                     process.stdin.write(request)
+                    await process.stdin.drain()
                 turn = await _message(reader)
             async with asyncio.timeout(self._timeout_s + GRACE_S):
                 while (said := await _message(reader)) in (ANSWERS, OURS):
@@ -256,7 +257,7 @@ async def _message(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(min(length, MAX_VERDICT_BYTES))
 
 
-async def _is_ended_first(pid: int) -> None:
+async def _offer_to_oom_killer(pid: int) -> None:
     """Have the kernel end what is in the jail of bubblewrap, ``pid``, before all else where the machine has no memory.
 
     The first process there waits for its request meanwhile, and what it starts has the same place.
@@ -268,12 +269,8 @@ async def _is_ended_first(pid: int) -> None:
         except OSError:  # it ended, or this kernel does not say
             return
         await asyncio.sleep(0 if first else POLL_S)
-    _set_ended_first(first)
-
-
-def _set_ended_first(process: str) -> None:
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{process}/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError), open(f"/proc/{first}/oom_score_adj", "w") as file:  # noqa: ASYNC230 no disk
+        file.write("1000")
 
 
 def _first_process(pid: int) -> str:

@@ -40,9 +40,9 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 WATCH_S = 0.02
 """Between two looks at the solution, which can take some 100 MB in it."""
 BUSY_SHARE = 0.5
-"""Of its time that an answer may wait for a core before the machine is to blame, and not the answer."""
+"""Share of its time that an answer may wait for a core before the machine is to blame, and not the answer."""
 ANSWERS, OURS = b"answer", b"tests"
-"""Whose time it is, as told to who started the jail."""
+"""Messages to who started the jail: from now on time is the answer's, or the tests' own."""
 WRITABLE = ("/tmp", "/dev/shm")
 TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -318,7 +318,7 @@ class Grader:
 
 
 def _exception(said: list[Any]) -> Exception:
-    """What the solution raised, where that is an exception of Python's own that does not steer who called.
+    """The solution's exception, where it is one of Python's own that does not steer who called.
 
     StopIteration would end the test's loop, and AssertionError is the test's word.
     """

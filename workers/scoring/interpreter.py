@@ -1,4 +1,4 @@
-"""What an interpreter is made of on this machine, file by file: a jail shows these, and no tree of the administrator's.
+"""Files of an interpreter on this machine, one by one: a jail shows these, and no tree of the administrator's.
 
 program          the executable
 library          Python's standard library, without what others installed into it

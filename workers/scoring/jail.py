@@ -20,8 +20,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import glob
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -106,13 +108,15 @@ class Jail:
 
     def _mounts(self, size: str) -> tuple[list[tuple[str, ...]], list[Path]]:
         """Arguments for what is seen and /tmp, shallowest first, as each covers what lies below it; what is hidden."""
-        system, interpreter, foreign = self._seen()
-        named = [path.absolute() for path in (*interpreter, *self.readable) if path.exists()]
+        system, interpreter, foreign = _seen(bare=self.bare)
+        named = interpreter | {path.absolute(): path.resolve() for path in self.readable if path.exists()}
+        places = system | named
+        private = [one.resolve() for one in (*self.hidden, *own_directories(), *foreign) if one.exists()]
         covered = [
-            bind / one.resolve().relative_to(bind.resolve())
-            for one in (*self.hidden, *own_directories(), *foreign)
-            for bind in (*system, *named)
-            if one.exists() and one.resolve().is_relative_to(bind.resolve())
+            bind / one.relative_to(place)
+            for one in private
+            for bind, place in places.items()
+            if one.is_relative_to(place)
         ]
         wanted = [
             *(("see", path) for path in system),
@@ -129,7 +133,7 @@ class Jail:
             if what == "temporary":
                 mounts.append(("--size", size, "--tmpfs", str(path)))
             elif what == "see" and not seen:
-                mounts.append(("--ro-bind", str(path.resolve()), str(path)))
+                mounts.append(("--ro-bind", str(places[path]), str(path)))
             elif what == "hide" and seen and path.resolve() == outer.resolve() / path.relative_to(outer):
                 if path.is_dir():
                     mounts.append(("--tmpfs", str(path)))
@@ -140,19 +144,6 @@ class Jail:
                 continue
             shows[path] = what == "see"
         return mounts, [path for path in hidden if not shows[path]]
-
-    def _seen(self) -> tuple[list[Path], list[Path], Sequence[Path]]:
-        """What is seen of the system and of the interpreter, and directories in it that are not."""
-        from workers.scoring import interpreter  # not for the child, which imports little
-
-        if self.bare:
-            bare = interpreter.bare_interpreter()
-            return [], [*bare.files, *bare.trees], bare.foreign
-        system = [path for path in map(Path, SYSTEM) if path.exists()]
-        packages = _packages()
-        libraries = {_place(one) for one in interpreter.loaded_libraries()}
-        shown = (*system, *packages)
-        return system, [*packages, *(one for one in libraries if not any(map(one.is_relative_to, shown)))], ()
 
     async def start(self, argv: Sequence[str], **options: Any) -> Process:
         """``argv`` in the jail. options: as of ``asyncio.create_subprocess_exec``. Raises OSError."""
@@ -180,6 +171,12 @@ class Jail:
             await process.wait()
             return f"nothing started in it within {PROBE_S:.0f} s"
         if process.returncode == 0:
+            if not child_filter():
+                import structlog  # not for the child, which imports little
+
+                structlog.get_logger(__name__).warning(
+                    "no filter of system calls for this processor", processor=platform.machine()
+                )
             return ""
         lines = said.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"exit code {process.returncode}"
@@ -192,8 +189,26 @@ class Jail:
         )
 
 
+@functools.cache
+def _seen(*, bare: bool) -> tuple[dict[Path, Path], dict[Path, Path], tuple[Path, ...]]:
+    """Paths of the system, paths of the interpreter, each with the place that it leads to; directories to hide in them.
+
+    Found once: it takes 20 ms, and a jail is made for each answer.
+    """
+    from workers.scoring import interpreter  # not for the child, which imports little
+
+    if bare:
+        found = interpreter.bare_interpreter()
+        return {}, {path: path.resolve() for path in (*found.files, *found.trees)}, found.foreign
+    system = {path: path.resolve() for path in map(Path, SYSTEM) if path.exists()}
+    packages = {path.absolute(): path.resolve() for path in _packages() if path.exists()}
+    shown = (*system, *packages)
+    libraries = {_place(one) for one in interpreter.loaded_libraries() if not any(map(one.is_relative_to, shown))}
+    return system, packages | {path: path.resolve() for path in libraries}, ()
+
+
 def _packages() -> list[Path]:
-    """What this Python is made of, without the working directory: it may hold runs, and they hold secrets."""
+    """Parts of this Python, without the working directory: it may hold runs, and they hold secrets."""
     from transport.process.programs import python_module  # not for the child, which imports little
 
     packages = [Path(entry) for entry in sys.path if entry and Path(entry).is_dir() and Path(entry) != Path.cwd()]
@@ -206,7 +221,7 @@ def _packages() -> list[Path]:
 
 
 def _parts(prefix: Path) -> list[Path]:
-    """Of an interpreter's prefix what is Python's: a user may have anything beside it."""
+    """Directories of an interpreter's prefix that are Python's: a user may have anything beside them."""
     if prefix in (Path("/usr"), Path("/usr/local")):
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         parts = [prefix / "lib" / version, *(prefix / "bin").glob("python3*")]
@@ -216,21 +231,26 @@ def _parts(prefix: Path) -> list[Path]:
 
 
 def _place(library: Path) -> Path:
-    """What is seen so that a library is: itself, or its package in the store of Nix."""
+    """The path by which a library is shown: its own, or that of its package in the store of Nix."""
     return STORE / library.relative_to(STORE).parts[0] if library.is_relative_to(STORE) else library
 
 
-def readable_paths(named: Sequence[str], setting: str, error: type[Exception]) -> tuple[Path, ...]:
-    """The paths that ``setting`` names. Raises ``error``, by that name, for what is not there."""
-    paths = tuple(Path(one).expanduser() for one in named)
-    for path in paths:
-        if not path.exists():
-            raise error(f"{setting}: there is no file or directory {path} on {socket.gethostname()}")
-    return paths
+def jail_of(
+    path: str, readable: Sequence[str], setting: str, *, hidden: Sequence[Path], error: type[Exception]
+) -> Jail:
+    """The jail of a user's function. path: directory of its module, "" for none.  readable: as ``setting`` names it.
+
+    Raises ``error``, by the name of the setting, for what is not there.
+    """
+    named = [Path(one).expanduser() for one in readable]
+    for one in named:
+        if not one.exists():
+            raise error(f"{setting}: there is no file or directory {one} on {socket.gethostname()}")
+    return Jail(readable=(*([Path(path)] if path else []), *named), hidden=tuple(hidden))
 
 
 def private_paths(settings: Settings) -> tuple[Path, ...]:
-    """What no jail of a run shows unless the user names it: all runs beside it, and its data, which has the answers."""
+    """Paths that no jail of a run shows unless they are named: all runs beside it; its data, which has the answers."""
     data, held_out = settings.data, settings.eval
     named = [data.path, data.rewards, held_out.path, *(part.path for part in data.mix.values())]
     named += [one.path for one in held_out.sets.values()]

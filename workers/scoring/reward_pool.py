@@ -30,7 +30,7 @@ from transport.process.programs import python_module
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.child import GRACE_S, ChildProcess, child_environment
 from workers.scoring.code import CodePool
-from workers.scoring.jail import Jail, private_paths, readable_paths
+from workers.scoring.jail import Jail, jail_of, private_paths
 from workers.scoring.rewards import (
     WRONG,
     Failed,
@@ -190,9 +190,8 @@ class RewardPool:
 
     async def _find_jail(self) -> Jail | None:
         """Where rewards run. Raises RewardSetupError for one that executes answers where there is no jail."""
-        own = (Path(self._spec.path),) if self._spec.path else ()
-        named = readable_paths(self._readable, "scoring.readable", RewardSetupError)
-        jail = Jail(readable=(*own, *named), hidden=self._hidden)
+        readable, error = self._readable, RewardSetupError
+        jail = jail_of(self._spec.path, readable, "scoring.readable", hidden=self._hidden, error=error)
         reason = 'scoring.jail is "off"'
         if self._wants_jail:
             reason = await jail.why_not(COMMAND, child_environment(self._environment))

@@ -71,9 +71,9 @@ Instruction = tuple[int, int, int, int]
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
 _REFUSE: Instruction = (_RETURN, 0, 0, 0x00050001)
-"""With EPERM."""
+"""The call fails with EPERM."""
 _ABSENT: Instruction = (_RETURN, 0, 0, 0x00050026)
-"""With ENOSYS, upon which the C library takes an older call."""
+"""The call fails with ENOSYS, upon which the C library takes an older one."""
 _KILL: Instruction = (_RETURN, 0, 0, 0x80000000)
 """A call by the numbers of another architecture ends the process."""
 
@@ -110,7 +110,7 @@ def _program(
 
 
 def _load(offset: int) -> Instruction:
-    """Of struct seccomp_data, the next 4 bytes."""
+    """Load 4 bytes of struct seccomp_data."""
     return (_LOAD, 0, 0, offset)
 
 
