@@ -12,6 +12,7 @@ from orchestrator.errors import ConfigError
 from transport.contracts.settings import ApiSettings, EndpointSettings
 from transport.contracts.types import natural_order
 from transport.process.http import is_loopback, listen, listen_again, write_address
+from transport.process.programs import shown
 from transport.process.secret import SHARED_SECRET
 
 
@@ -75,9 +76,11 @@ def endpoint_links(addresses: Path, key_file: Path) -> list[str]:
     return [f"http://{file.read_text(encoding='ascii').strip()}/v1" for file in files]
 
 
-def page_links(address_file: Path, key_file: Path) -> list[str]:
-    """Links of the live page with its key, the first for a browser on this machine; none before it is served.
+def page_links(address_file: Path, key_file: Path, *, keyed: bool) -> list[str]:
+    """Links of the live page, the first for a browser on this machine; none before it is served.
 
+    keyed: with the run's key, for a person at a terminal; else with the place of the key: what is printed elsewhere
+    lies in files that others read.
     A listener on all addresses has none of its own: it is reached here by loopback, from elsewhere by this host's name.
     """
     if not (address_file.exists() and key_file.exists()):
@@ -85,5 +88,7 @@ def page_links(address_file: Path, key_file: Path) -> list[str]:
     host, _, port = address_file.read_text(encoding="ascii").strip().rpartition(":")
     everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     hosts = [everywhere[host], socket.gethostname()] if host in everywhere else [host]
+    if not keyed:
+        return [f"http://{each}:{port}/ (its key is in {shown(key_file)})" for each in hosts]
     key = key_file.read_text(encoding="ascii").strip()
     return [f"http://{each}:{port}/#key={key}" for each in hosts]

@@ -55,7 +55,8 @@ async def _main(run_dir: Path, broker_url: str | None, *, only_audit: bool, foll
         standing, snapshot = read_standing(rundir.path), await take_snapshot(broker)
         if not _may_be_live(standing):
             snapshot = replace(snapshot, status={}, workers=())  # they outlast their writers by their time to live
-        for link in page_links(rundir.api_address, rundir.api_secret) if snapshot.status else ():
+        files = rundir.api_address, rundir.api_secret
+        for link in page_links(*files, keyed=console.is_terminal) if snapshot.status else ():
             console.print(f"live page {link}", markup=False, soft_wrap=True)
         said = State.LIVE if snapshot.status else standing
         console.print(f"run {snapshot.run}  {rundir.path}  {said}", markup=False, soft_wrap=True)

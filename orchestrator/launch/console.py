@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -156,7 +157,8 @@ class RunConsole:
 
     def _show_address(self) -> None:
         """Where the live page is, also when the orchestrator had to take another port."""
-        links = page_links(self._rundir.api_address, self._rundir.api_secret) if self._settings.api.enabled else []
+        files = self._rundir.api_address, self._rundir.api_secret
+        links = page_links(*files, keyed=sys.stdout.isatty()) if self._settings.api.enabled else []
         if links and links != self._links:
             self._links = links
             for link, where in zip(links, ("", " from other machines"), strict=False):

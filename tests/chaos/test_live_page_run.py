@@ -43,7 +43,9 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 def test_the_page_of_a_real_run(run: LiveRun, browser: Browser):
     run.wait_for_batch(3)
     run.wait_until(lambda: "live page " in run.output, "address of the page")
-    browser.open(run.output.partition("live page ")[2].split()[0])
+    link, key = run.output.partition("live page ")[2].split()[0], (run.run_dir / "api.secret").read_text().strip()
+    assert key not in run.output, "the output is a file"
+    browser.open(f"{link}#key={key}")
     browser.wait_for("document.body.dataset.link === 'live'")
     browser.wait_for("document.querySelectorAll('.lane').length === 4")
     lanes = browser.evaluate("[...document.querySelectorAll('.lane')].map(lane => lane.dataset.key)")

@@ -90,7 +90,8 @@ def test_a_run_elsewhere_is_named_with_its_directory_and_its_own_broker(
 )
 def test_a_link_of_the_page_is_an_address_that_a_browser_reaches(tmp_path: Path, address: str, hosts: list[str]):
     files = tmp_path / "api.address", tmp_path / "api.secret"
-    assert page_links(*files) == []
+    assert page_links(*files, keyed=True) == []
     for path, text in zip(files, (address, "key"), strict=True):
         path.write_text(f"{text}\n")
-    assert page_links(*files) == [f"http://{host}/#key=key" for host in hosts]
+    assert page_links(*files, keyed=True) == [f"http://{host}/#key=key" for host in hosts]
+    assert page_links(*files, keyed=False) == [f"http://{host}/ (its key is in {files[1]})" for host in hosts]

@@ -493,8 +493,7 @@ def _text_logprobs(tokens: Sequence[str], logprobs: Sequence[float], begin: int 
 
 # --- calls of tools ---------------------------------------------------------------------------------------------------
 
-TOOL_CALL = "<tool_call>"
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 
 def find_tool_calls(text: str, form: str) -> tuple[str, list[ToolCall]]:
@@ -507,11 +506,21 @@ def find_tool_calls(text: str, form: str) -> tuple[str, list[ToolCall]]:
         return ("", [call]) if call is not None else (text, [])
     if form != "hermes" or TOOL_CALL not in text:
         return text, []
-    calls = [_call(found) for found in _TAGGED.findall(text)]
+    calls = [_call(found) for found in _tagged(text)]
     read = [call for call in calls if call is not None]
     if not read or len(read) < len(calls):
         return text, []  # half of what it wanted would be another plan than its own
     return text.partition(TOOL_CALL)[0].strip(), read
+
+
+def _tagged(text: str) -> Iterator[str]:
+    """What stands in each tag, up to its end or the text's. Reads every character once: a policy may write any."""
+    at = text.find(TOOL_CALL)
+    while at >= 0:
+        end = text.find(TOOL_CALL_END, at)
+        end = len(text) if end < 0 else end
+        yield text[at + len(TOOL_CALL) : end].strip()
+        at = text.find(TOOL_CALL, end)
 
 
 def _call(text: str) -> ToolCall | None:

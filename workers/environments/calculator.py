@@ -26,8 +26,8 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
 }
 _NUMBER = r"[-(]*\d+(?:\.\d+)?\)*"
-_ASKED = re.compile(rf"({_NUMBER}(?:[ \t]*[-+*/][ \t]*{_NUMBER})+)[ \t]*=")
-"""An expression of two numbers or more, and the sign behind it: what a model that wants a result writes by itself."""
+_EXPRESSION = re.compile(rf"({_NUMBER}(?:[ \t]*[-+*/][ \t]*{_NUMBER})+)[ \t]*\Z")
+"""Two numbers or more, up to the end of a text."""
 
 
 class Calculator:
@@ -44,10 +44,21 @@ class Calculator:
         """The prompt says all."""
 
     def step(self, text: str, tokens: Sequence[int]) -> tuple[str | None, bool, None]:
-        asked = _ASKED.findall(text)
-        if not asked or self._answer in text.lower():
+        expression = _asked(text)
+        if not expression or self._answer in text.lower():
             return None, True, None
-        return self._says.replace("{result}", calculate(asked[-1])), False, None
+        return self._says.replace("{result}", calculate(expression)), False, None
+
+
+def _asked(text: str) -> str:
+    """The last expression with an equals sign behind it: what a model that wants a result writes by itself; "": none.
+
+    Looks at ``MAX_CHARACTERS`` before each sign, and so takes time in proportion to the text, whatever that is.
+    """
+    for piece in reversed(text.split("=")[:-1]):
+        if found := _EXPRESSION.search(piece[-2 * MAX_CHARACTERS :]):
+            return found[1]
+    return ""
 
 
 def calculate(expression: str) -> str:
