@@ -6,6 +6,7 @@ at once (no torch, no transformers).
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -99,6 +100,12 @@ LauncherOption = Annotated[
 RunsDirectory = Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")]
 
 
+@functools.cache
+def _is_trusted(question: str) -> bool:
+    """The answer of whoever sits at the terminal; False without one."""
+    return sys.stdin.isatty() and sys.stderr.isatty() and typer.confirm(f"{question}. Use it?", err=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """The options that say how a run is configured. Its methods raise ConfigError."""
@@ -115,6 +122,10 @@ class Configuration:
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, over all files; may be repeated."),
     ] = None
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Also --config files that others can have written, and that name programs."),
+    ] = False
 
     def overrides(self, **named: str | None) -> list[str]:
         """Those of ``--set``, and those of options of their own: ``run_name``."""
@@ -123,7 +134,11 @@ class Configuration:
 
     def resolve(self, overrides: list[str]) -> Resolved:
         files = self.config_file or []
-        return resolve(self.preset or (None if files else DEFAULT_PRESET), files, overrides, os.environ)
+        preset = self.preset or (None if files else DEFAULT_PRESET)
+        return resolve(preset, files, overrides, os.environ, trusts=self._trusts)
+
+    def _trusts(self, question: str) -> bool:
+        return self.trust or _is_trusted(question)
 
     def resolve_new(self, overrides: list[str]) -> Resolved:
         """For a run that begins: a name that was not chosen is numbered when it is taken."""
@@ -152,7 +167,8 @@ class Configuration:
         self._check_preset(before, RunDir(stored.parent))
         places = (("run.dir", str(directory), before.settings.run.dir), ("run.name", name, before.settings.run.name))
         moved = [f"{key}={found}" for key, found, written in places if found != written]
-        resolved = resolve(None, self.config_file or [], [*overrides, *moved], os.environ, stored=stored)
+        files = self.config_file or []
+        resolved = resolve(None, files, [*overrides, *moved], os.environ, stored=stored, trusts=self._trusts)
         check_resume(before.settings, resolved)
         return resolved
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.resources
 import math
+import os
 import re
 import tomllib
 import typing
@@ -40,6 +41,7 @@ from orchestrator.config.schema import (
     to_toml,
     value_of,
 )
+from orchestrator.config.trust import control_character, programs_in, question
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
 from transport.broker.base import without_password
@@ -125,12 +127,14 @@ def resolve(
     environ: Mapping[str, str],
     *,
     stored: Path | None = None,
+    trusts: Callable[[str], bool] = lambda question: False,
 ) -> Resolved:
     """Read, merge and check a configuration.
 
     Args:    preset: its name, None for none.  files: TOML files.  overrides: ``section.key=value``.
              environ: only the variables of FROM_ENVIRONMENT are looked at, and those with _FILE after them.
              stored: config.toml in the directory of a run, under all of ``files``; it must be this user's.
+             trusts: asked for each of ``files`` that names programs and that others can have written.
     Raises:  ConfigError: every key and value that is wrong by itself, each with where it was set, or the first rule
              of several that is broken.  SecretError, ForeignError.
     """
@@ -145,7 +149,7 @@ def resolve(
 
     presets = [read(lambda: read_preset(preset))] if preset else []
     kept = [read(lambda: _read_stored(stored))] if stored else []
-    named = [read(lambda path=path: _read_file(path)) for path in files]
+    named = [read(lambda path=path: _read_file(path, trusts)) for path in files]
     named.append([one for argument in overrides for one in read(lambda argument=argument: [parse_override(argument)])])
     for key, variable in FROM_ENVIRONMENT.items():
         if secret := read_secret(environ, variable):
@@ -218,21 +222,32 @@ def _of_algorithm(layers: Sequence[Sequence[Setting]]) -> list[Setting]:
     return read_document(path.read_text(encoding="utf-8"), f"algorithm {name}")
 
 
-def _read_file(path: Path, *, own: bool = False) -> list[Setting]:
-    """The settings of a file. own: it must be this user's. Raises ConfigError when it cannot be read or is not TOML."""
+def _read_file(path: Path, trusts: Callable[[str], bool] | None = None) -> list[Setting]:
+    """The settings of a file, which must be this user's where nothing is trusted.
+
+    Raises ConfigError: it cannot be read, is not TOML, or names programs, and its user does not trust it.
+    """
     try:
-        if own:
-            raw = read_own(path)
+        if trusts is None:
+            raw, status = read_own(path), None
         else:
             with path.open("rb") as file:
-                raw = file.read(MAX_DOCUMENT_BYTES + 1)
+                raw, status = file.read(MAX_DOCUMENT_BYTES + 1), os.fstat(file.fileno())
         document = raw.decode("utf-8-sig")  # an editor's byte order mark is no part of it
     except OSError as error:
         preset = f"; a preset is named with --preset {path}" if str(path) in preset_names() else ""
         raise ConfigError(f"cannot be read: {error.strerror}{preset}", where=str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not UTF-8 text: {error}; save it as UTF-8", where=str(path)) from error
-    return read_document(document, str(path))
+    settings = read_document(document, str(path))
+    programs = dict.fromkeys(key for setting in settings for key in programs_in(setting.key, setting.value))
+    problem = status and question(str(path), status, programs)
+    if problem and trusts is not None and not trusts(problem):
+        raise ConfigError(
+            f"{problem.removeprefix(f'{path} ')}. Read it; then pass --trust, or --config a copy of yours",
+            where=str(path),
+        )
+    return settings
 
 
 def _read_stored(path: Path) -> list[Setting]:
@@ -240,7 +255,7 @@ def _read_stored(path: Path) -> list[Setting]:
 
     A value whose line says "default" and is another was changed by hand: its origin is that line.
     """
-    settings = _read_file(path, own=True)
+    settings = _read_file(path)
     comments = _comments(read_own(path).decode("utf-8-sig"))
     found: list[Setting] = []
     for setting in settings:
@@ -362,6 +377,9 @@ def _converted(setting: Setting, value: object, kind: Any, key: str) -> object:
     if value in NO_VALUES and _is_text(kind):
         problem = f'{setting.key} = "{value}" is a text of {len(str(value))} letters; leave it out for the default, or '
         raise ConfigError(f'{problem}write "" for an empty text', key=key, where=setting.where)
+    if char := control_character(key, value):
+        problem = f"{setting.key} has the control character {char!r}, and may become part of a script: leave it out"
+        raise ConfigError(problem, key=key, where=setting.where)
     try:
         _check_finite(value)
         return msgspec.convert(value, kind)

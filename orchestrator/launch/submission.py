@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from orchestrator.launch.launchers.base import ProcessSpec
 from orchestrator.launch.processes import Fleet
 from transport.broker.base import without_password
 from transport.contracts.settings import Settings
-from transport.process.programs import command
+from transport.process.programs import command, quoted
 from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 
 
@@ -96,4 +95,4 @@ def _line(spec: ProcessSpec) -> str:
     ask = spec.resources
     wants = f"{ask.cpus} CPU, {ask.gpus} GPU" + (f", {ask.memory_mib} MiB" if ask.memory_mib else "")
     ranks = f"{spec.ranks} ranks in one placement group, each " if spec.ranks > 1 else ""
-    return f"{spec.name}  {ranks}{wants}  {shlex.join(spec.argv)}"
+    return f"{spec.name}  {ranks}{wants}  {quoted(*spec.argv)}"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -83,6 +82,7 @@ from transport.process.programs import (
     ending_signals,
     ignore_ending_signals,
     leave_terminal,
+    quoted,
     shown,
 )
 from transport.process.secret import secrets_env
@@ -337,7 +337,7 @@ class Supervisor:
         server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=settings.appendfsync, listen=address)
         stack.push_async_callback(server.stop)
         await self._until_stopped(self._start_broker(server))
-        place = shlex.quote(shown(self._rundir.broker))
+        place = quoted(shown(self._rundir.broker))
         self._view.note(f"broker: (cd {place} && REDISCLI_AUTH=$(cat broker.password) redis-cli -s broker.sock)")
         return server.url, server.password
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import ipaddress
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from orchestrator.launch.launchers.ray_cluster import RECONNECT
@@ -163,10 +167,34 @@ def test_a_batch_script_that_is_told_of_its_end_saves_is_queued_again_and_goes_o
         subprocess.run(["scancel", job], check=False, timeout=60)
 
 
+def check_strangers_are_refused(directory: Path, run: LiveRun) -> None:
+    """Ray's own processes listen on loopback, and take no program from one who has no token."""
+    ports: list[int] = []
+    for name in ("raylet", "gcs_server"):
+        for connection in run.child(name).net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                ports.append(connection.laddr.port)
+                assert ipaddress.ip_address(connection.laddr.ip.removeprefix("::ffff:")).is_loopback, connection
+    asks = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).internal_kv_keys(b'')"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    for mode in ("disabled", "token"):
+        stranger = subprocess.run(
+            [sys.executable, "-c", asks, f"127.0.0.1:{ports[-1]}"],
+            env={**environ, "HOME": str(directory), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "f" * 64},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert stranger.returncode != 0
+        assert "InvalidAuthToken" in stranger.stderr, stranger.stderr
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_a_run_with_a_ray_of_its_own_trains_all_and_leaves_none_of_it(tmp_path: Path):
     with LiveRun(tmp_path, *EMULATED, *QUICK, "launcher.kind=ray", "generation.workers=2") as run:
         run.wait_until(lambda: len(run.metrics()) >= 2, "batch 2", timeout_s=END_S)
+        check_strangers_are_refused(tmp_path, run)
         run.kill("workers", "generate")
         run.wait_until(lambda: re.search(r"generate-\d ended", run.output) is not None, "the end of a killed worker")
         check_whole(run)

@@ -78,6 +78,7 @@ class RayApi(ModuleType):
         self.initialized: dict[str, Any] | None = None
         self.refuses: Exception | None = None
         self.exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
+        self.__version__ = "2.60.0"
         self.util = SimpleNamespace(placement_group=self._group, remove_placement_group=lambda group: None)
         self._numbers = itertools.count()
         self.answers = threading.Event()
@@ -88,6 +89,9 @@ class RayApi(ModuleType):
         if self.refuses is not None:
             raise self.refuses
         self.initialized = given
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address=f"{(self.initialized or {}).get('_node_ip_address', '10.0.0.1')}:6379")
 
     def is_initialized(self) -> bool:
         return self.initialized is not None

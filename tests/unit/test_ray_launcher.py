@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -131,6 +132,38 @@ async def test_a_cluster_of_ray_that_is_not_there_is_said_before_anything_starts
             ConfigError, match=r"launcher\.place: no cluster of Ray answers at 10\.0\.0\.1:6379: Failed"
         ):
             await launcher.open(resume=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "release", "words"),
+    [
+        ("disabled", "2.60.0", "RAY_AUTH_MODE=disabled lets everyone who reaches this machine"),
+        ("", "2.60.0", "RAY_AUTH_MODE= lets everyone"),
+        ("token", "2.58.1", r"Ray 2\.58\.1 lets everyone .*install 2\.59 or later"),
+    ],
+)
+async def test_a_ray_that_strangers_could_use_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, mode: str, release: str, words: str
+):
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with ray_api() as api:
+        api.__version__ = release
+        with pytest.raises(ConfigError, match=words):
+            await RayLauncher(configured("launcher.kind=ray").settings, 1).open(resume=False)
+        assert api.initialized is None
+
+
+async def test_a_ray_of_the_runs_own_gets_a_token_that_no_other_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    tokens: list[str] = []
+    for _ in range(2):
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "another cluster's")
+        async with on_ray() as (api, _):
+            assert api.initialized is not None
+            assert api.initialized["_node_ip_address"] == "127.0.0.1"
+            assert os.environ["RAY_AUTH_MODE"] == "token"
+            tokens.append(os.environ["RAY_AUTH_TOKEN"])
+    assert len({*tokens, "another cluster's"}) == 3
 
 
 async def test_a_ray_without_a_gpu_is_refused_by_a_run_that_asks_for_one():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import grp
 import gzip
 import os
 import pwd
@@ -251,6 +252,36 @@ def _check(status: os.stat_result, path: Path, is_kind: Callable[[int], bool], k
             f"{path} belongs to {_user(status.st_uid)}, you are {_user(os.geteuid())}: what lies there could act in "
             "your name; let its owner do this, or make a copy of your own (cp -r), if you trust it"
         )
+
+
+def other_writers(status: os.stat_result) -> str:
+    """Why others than this process's user and root can have written a file; "": they cannot.
+
+    A group that has no member but its user, as many distributions make one for each (umask 002), is that user.
+    """
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to {_user(status.st_uid)}"
+    if status.st_mode & stat.S_IWOTH:
+        return "can be written by everybody"
+    if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid, status.st_uid):
+        return f"can be written by group {_group(status.st_gid)}"
+    return ""
+
+
+def _is_private(group: int, user: int) -> bool:
+    """Whether ``group`` is root's, or is named as ``user``, is its first one, and has nobody else in it."""
+    if group == 0:
+        return True
+    with suppress(KeyError):
+        owner, found = pwd.getpwuid(user), grp.getgrgid(group)
+        return owner.pw_gid == group and owner.pw_name == found.gr_name and not {*found.gr_mem} - {owner.pw_name}
+    return False
+
+
+def _group(number: int) -> str:
+    with suppress(KeyError):
+        return f"{grp.getgrgid(number).gr_name} ({number})"
+    return str(number)
 
 
 def _user(number: int) -> str:

@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
+from transport.process.words import has_control_characters
+
 if TYPE_CHECKING:
     import typer
     from typer.core import TyperGroup
@@ -115,9 +117,9 @@ def command(program: str, *arguments: str | Path) -> str:
     us and has a word for it.  arguments: a Path as its reader can name it.
     """
     if program == "streamrl-orchestrator" and arguments[:1] == ("run",) and MAKE_FROM in os.environ:
-        words = shlex.join(str(argument) for argument in arguments[1:]).replace("$", "$$")
+        words = quoted(*(str(argument) for argument in arguments[1:])).replace("$", "$$")
         here = [] if _typed_in() == Path.cwd() else ["-C", shown(Path.cwd())]
-        return shlex.join(["make", *here, "run"]) + (f" ARGS={shlex.quote(words)}" if words else "")
+        return quoted("make", *here, "run") + (f" ARGS={quoted(words)}" if words else "")
     script = Path(sys.executable).with_name(program)
     on_path = shutil.which(program)
     if on_path and (_is_same(Path(on_path), script) or _runs_here(Path(on_path))):
@@ -126,7 +128,24 @@ def command(program: str, *arguments: str | Path) -> str:
         words = [shown(script)]
     else:  # not installed as a script, or a user's own installation
         words = python_module(MODULES.get(program, program))
-    return shlex.join([*words, *(shown(each) if isinstance(each, Path) else each for each in arguments)])
+    return quoted(*words, *(shown(each) if isinstance(each, Path) else each for each in arguments))
+
+
+def quoted(*words: str) -> str:
+    """Words for a shell, on one line: the one place where text of others becomes part of a script or a command.
+
+    A word with control characters is quoted as bash reads them: $'a\\x0ab'.
+    """
+    return " ".join(_escaped(word) if has_control_characters(word) else shlex.quote(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    def escape(char: str) -> str:
+        if has_control_characters(char):
+            return f"\\u{ord(char):04x}" if ord(char) > 127 else f"\\x{ord(char):02x}"
+        return f"\\{char}" if char in "\\'" else char
+
+    return f"$'{''.join(map(escape, word))}'"
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -1,8 +1,9 @@
-"""The name that a misspelt one most likely was meant to be."""
+"""Words of others: the name that a misspelt one was meant to be, and characters that no name has."""
 
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Collection
 
 CUTOFF = 0.6
@@ -19,3 +20,8 @@ def closest(word: str, known: Collection[str], *, cutoff: float = CUTOFF) -> str
 def did_you_mean(name: str) -> str:
     """`` (did you mean NAME?)``; "" for no name."""
     return f" (did you mean {name}?)" if name else ""
+
+
+def has_control_characters(text: str) -> bool:
+    """Whether ``text`` has a line break of any kind, a NUL, an escape or another control character."""
+    return not text.isprintable() and any(unicodedata.category(char) in ("Cc", "Zl", "Zp") for char in text)

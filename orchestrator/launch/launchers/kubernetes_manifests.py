@@ -20,6 +20,7 @@ from orchestrator.config.load import Resolved, render
 from orchestrator.errors import ConfigError, ExitCode
 from orchestrator.launch.launchers.base import ProcessSpec, Resources
 from transport.contracts.settings import Settings
+from transport.process.programs import quoted
 from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 
 RUNS, CONFIG, SECRETS = "/runs", "/etc/streamrl", "/run/secrets/streamrl"
@@ -188,10 +189,11 @@ def _requests(ask: Resources) -> dict[str, str]:
 def _run_job(settings: Settings) -> Manifest:
     """The supervisor with the orchestrator as its child: the one pod that may start others."""
     run = settings.run.name
-    again = f"[ -f {RUNS}/{run}/config.toml ] && set -- --resume || set -- --config {CONFIG}/run.toml"
-    here = f"--name {run} --dir {RUNS} --launcher kubernetes --plain"
-    places = f"--set broker.url={_broker_url(run)} --set api.port={API_PORT}"
-    argv = ["bash", "-c", f'{again}; exec streamrl-orchestrator run "$@" {here} {places}']
+    stored = quoted(f"{RUNS}/{run}/config.toml")
+    again = f"[ -f {stored} ] && set -- --resume || set -- --config {CONFIG}/run.toml --trust"
+    here = ["--name", run, "--dir", RUNS, "--launcher", "kubernetes", "--plain"]
+    places = ["--set", f"broker.url={_broker_url(run)}", "--set", f"api.port={API_PORT}"]
+    argv = ["bash", "-c", f'{again}; exec streamrl-orchestrator run "$@" {quoted(*here, *places)}']
     owner = {
         "name": OWNER,
         "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},

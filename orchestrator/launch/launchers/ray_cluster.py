@@ -3,9 +3,10 @@
     this process (a driver) ──create──► Host actor ──► the worker, its child, which the kernel ends with it
                             ◄── what it wrote, and in the end its exit code: next_output(), a call at a time
 
-Without ``launcher.place`` Ray is started in this process, for this machine alone. An actor is never started again by
-Ray: a node that dies is a worker that died, and ``processes.Children`` starts it again, elsewhere. An actor that was
-created and has no node yet is pending; Ray says no reason, so what is asked for and what is free is said.
+Without ``launcher.place`` Ray is started in this process, for this machine alone: it listens on loopback and asks for a
+token of this run's own, since whoever reaches a Ray without one runs programs as its user. An actor is never started
+again by Ray: a node that dies is a worker that died, and ``processes.Children`` starts it again, elsewhere. An actor
+that was created and has no node yet is pending; Ray says no reason, so what is asked for and what is free is said.
 
 While the head of a cluster that was joined takes no connection, workers go on, and all of them are pending with that
 reason. Ray would end this whole program after RECONNECT, in the middle of whatever it does; so the run ends by itself
@@ -22,10 +23,11 @@ import importlib.util
 import itertools
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -58,6 +60,12 @@ READ_S = 2.0
 MAX_READ_BYTES = 65_536
 MAX_WORDS = 500
 """Characters of what Ray says of an actor's end."""
+
+
+AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+OLDEST = (2, 59)
+"""First release of Ray whose own clusters ask for a token by default."""
+LOOPBACK = "127.0.0.1"
 
 
 class RayUnavailableError(TransientError):
@@ -147,7 +155,7 @@ class Host:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
+            env={**{key: value for key, value in os.environ.items() if key != AUTH_TOKEN}, **env},
             cwd=directory if os.path.isdir(directory) else None,
             start_new_session=True,
             preexec_fn=ending_with_this_process(),
@@ -202,14 +210,18 @@ class RayLauncher:
     async def open(self, *, resume: bool) -> None:
         for variable, value in PATIENCE.items():  # Ray reads them when it is imported
             os.environ.setdefault(variable, value)
+        address = self._settings.launcher.place
+        if not address:
+            _set_token(os.environ)
         import ray
 
+        _check_release(ray.__version__)
         logging.getLogger("ray").setLevel(logging.ERROR)  # what else it has to say is not about the run
-        address = self._settings.launcher.place
         own: dict[str, Any] = {}
         if not address:  # on one machine processes share its cores, as under the local launcher
             num_cpus = max(os.cpu_count() or 1, self._most * self._settings.launcher.cpus)
-            own = {"num_cpus": num_cpus, "include_dashboard": False}
+            own = {"num_cpus": num_cpus, "include_dashboard": False, "_node_ip_address": LOOPBACK}
+            _stay_on_loopback()
         connect = partial(  # in a thread: in the first one Ray takes SIGTERM, which is ours
             ray.init,
             address=address or "local",
@@ -224,8 +236,17 @@ class RayLauncher:
         except (ConnectionError, ValueError, RuntimeError, RayUnavailableError) as error:
             where = f"no cluster of Ray answers at {address}" if address else "Ray does not start here"
             raise ConfigError(f"launcher.place: {where}: {error}", key="launcher.place") from error
+        gcs = ray.get_runtime_context().gcs_address
         if address:
-            self.watch_head(ray.get_runtime_context().gcs_address, MonotonicClock())
+            self.watch_head(gcs, MonotonicClock())
+            if os.environ.get(AUTH_MODE, "").lower() != "token":  # Ray sets it where it has a token
+                log.warning(
+                    "this cluster of Ray asks for no token: whoever reaches it can run programs as its user; start its "
+                    f"nodes with {AUTH_MODE}=token",
+                    place=address,
+                )
+        elif not gcs.startswith(f"{LOOPBACK}:"):
+            log.warning("Ray listens on every address of this machine, and asks for this run's token", address=gcs)
         self._check_total(total)
 
     def watch_head(self, address: str, clock: Clock) -> None:
@@ -310,6 +331,39 @@ class RayLauncher:
             log.warning("Ray was not left", error=str(error))
         finally:
             self._left.set()
+
+
+def _set_token(environ: MutableMapping[str, str]) -> None:
+    """Have Ray ask for a token that is made here. Raises ConfigError: its user switched that off."""
+    mode = environ.get(AUTH_MODE, "token")
+    if mode.lower() != "token":
+        raise ConfigError(
+            f"launcher.kind: {AUTH_MODE}={mode} lets everyone who reaches this machine's ports run programs as you: "
+            "unset it, or name a cluster of yours in launcher.place",
+            key="launcher.kind",
+        )
+    environ.update({AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)})
+
+
+def _check_release(version: str) -> None:
+    """Raises ConfigError: this release of Ray does not hold strangers off."""
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        least = ".".join(map(str, OLDEST))
+        raise ConfigError(
+            f"launcher.kind: Ray {version} lets everyone who reaches it run programs as its user; install {least} or "
+            "later: pip install -U 'streamrl[ray]'",
+            key="launcher.kind",
+        )
+
+
+def _stay_on_loopback() -> None:
+    """Have Ray take the address that it is given. It replaces a loopback address by the machine's, and then listens on
+    all of them; a release that has no such function is asked afterwards where it listens.
+    """
+    with suppress(ImportError, AttributeError):
+        from ray._private import services
+
+        services.resolve_ip_for_localhost = lambda host: host
 
 
 def _missing(ask: Resources, count: int, total: Mapping[str, float], free: Mapping[str, float]) -> str:

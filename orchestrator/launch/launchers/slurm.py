@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import shlex
 import shutil
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection, Mapping, Sequence
@@ -31,6 +30,8 @@ from orchestrator.launch.launchers.local import start_child
 from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 from transport.errors import TransientError
+from transport.process.programs import quoted
+from transport.process.words import has_control_characters
 
 log = structlog.get_logger(__name__)
 
@@ -298,23 +299,24 @@ def batch_script(settings: Settings, specs: Sequence[ProcessSpec], arguments: Se
     first += [f"--signal=B:USR1@{NOTICE_S}", f"--output=streamrl-{name}.out"]
     if launcher.time_limit_s:
         first.append(f"--time={math.ceil(launcher.time_limit_s / 60)}")
-    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(word)}" for word in [*first, *component(others, 1)])]
+    lines = ["#!/bin/bash", *map(_directive, [*first, *component(others, 1)])]
     if ranks:
-        lines += ["#SBATCH hetjob", *(f"#SBATCH {shlex.quote(word)}" for word in component(ranks, 0))]
+        lines += ["#SBATCH hetjob", *map(_directive, component(ranks, 0))]
     own = "" if settings.broker.url or launcher.address else ' --set launcher.address="$(hostname)"'
-    where, run_dir = shlex.join(["--name", name, "--dir", settings.run.dir]), f"{settings.run.dir}/{name}"
+    where, run_dir = quoted("--name", name, "--dir", settings.run.dir), f"{settings.run.dir}/{name}"
     lines += [
         "set -u",
+        "[ ! -f /dev/stdout ] || chmod 600 /dev/stdout  # what a run says is for its user alone",
         "again= run= code=1",
         'stop() { again=1 told=1; kill -TERM "${run:=$!}"; }',
-        f'save() {{ again=1 told=1; : "${{run:=$!}}"; timeout {SAVE_S} {program} checkpoint {shlex.quote(run_dir)} &',
+        f'save() {{ again=1 told=1; : "${{run:=$!}}"; timeout {SAVE_S} {program} checkpoint {quoted(run_dir)} &',
         f'  sleep {SAVE_S} & wait -n $! "$run"; kill -TERM "$run"; }}',
         "trap save USR1  # the time limit is near, or the grace of a preemption begins",
         "trap stop TERM  # of a preemption: Slurm kills 30 s later",
-        f"if [ -f {shlex.quote(f'{run_dir}/config.toml')} ]; then",
+        f"if [ -f {quoted(f'{run_dir}/config.toml')} ]; then",
         f"  {program} run --resume {where} --launcher slurm --plain{own} &",
         "else",
-        f"  {program} run {shlex.join([*arguments, '--name', name, '--plain'])}{own} &",
+        f"  {program} run {quoted(*arguments, '--name', name, '--plain')}{own} &",
         "fi",
         "run=${run:-$!}",
         "# A signal interrupts wait, which says so; the run's own end is asked for again. 127: it was said before.",
@@ -323,3 +325,13 @@ def batch_script(settings: Settings, specs: Sequence[ProcessSpec], arguments: Se
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _directive(word: str) -> str:
+    """A line of options for sbatch, which reads it up to the end of the line. Raises ConfigError: the word has one."""
+    if has_control_characters(word):
+        raise ConfigError(
+            f"launcher.options: {word!r} has control characters, which would end its line of the batch script",
+            key="launcher.options",
+        )
+    return f"#SBATCH {quoted(word)}"
