@@ -124,7 +124,8 @@ class Copy:
     """A copy of a tree, with an environment of its own that imports the product from it and nothing else."""
 
     def __init__(self, tree: Path, directory: Path, seed: int) -> None:
-        self.root, self._scratch, self._home = directory / "tree", directory / "t", directory / "home"
+        self.root, self._home = directory / "tree", directory / "home"
+        self._scratch, self._runs = directory / "0", 0
         self._seed = seed
         self._mark = uuid.uuid4().hex
         self._edits = 0
@@ -180,7 +181,9 @@ class Copy:
         """
         if self._closed:
             raise MutantsError("the bench was interrupted")
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)  # as far as it goes: what was just killed may still write
+        self._runs += 1
+        self._scratch = self._scratch.with_name(str(self._runs))
         self._scratch.mkdir()
         self._share_caches()
         command = [str(self.python), "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-n0", "-x", *arguments]
@@ -219,7 +222,8 @@ class Copy:
         pids: set[int] = set()
         for one in psutil.process_iter():
             with suppress(psutil.Error):
-                if one.environ().get(MARK) == self._mark:
+                # A server that writes its own title over its environment has no mark any more.
+                if one.environ().get(MARK) == self._mark or Path(one.cwd()).is_relative_to(self.root.parent):
                     pids.add(one.pid)
                     one.kill()
         for segment in Path("/dev/shm").glob("streamrl-*@*"):

@@ -232,6 +232,7 @@ async def endpoint(
         authorized = {"authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(base_url=server.base_url, headers=authorized, timeout=30) as run:
             yield Endpoint(engine=engine, inner=inner, clock=clock, base_url=server.base_url, run=run)
+    assert inner.closed
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import shutil
 import socket
@@ -9,15 +10,18 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
 import redis
 
 from transport.broker.embedded import packaged_binary
+from transport.process.programs import ending_with_this_process
 
 FULL_DISK_BYTES = 24 * 2**20
 """Of a disk for tests to fill: enough for a server to start on."""
+CLONE_NEWNS = 0x00020000
 READY_S = 60.0
 SLOTS = 16_384
 """Of every cluster."""
@@ -41,7 +45,10 @@ class ServerProcess:
         directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(directory)]
         self.process = subprocess.Popen(
-            [str(binary), *first, *arguments, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [str(binary), *first, *arguments, *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=ending_with_this_process(),  # a session that is killed leaves none
         )
 
     def wait_listening(self, port: int | None = None) -> None:
@@ -156,15 +163,26 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def small_disk(directory: Path) -> Iterator[Path]:
-    """A file system of its own of FULL_DISK_BYTES at ``directory``. Skips the test where nobody may mount one."""
+    """A file system of its own of FULL_DISK_BYTES at ``directory``. Skips the test where nobody may mount one.
+
+    It is seen by this thread and what that starts alone, so it is gone with them, however they end.
+    """
     directory.mkdir(parents=True)
     options = ["-o", f"size={FULL_DISK_BYTES}"]
+    _have_own_mounts()
     if subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(directory)], capture_output=True).returncode:
         pytest.skip("needs to mount a small tmpfs: root with CAP_SYS_ADMIN")
     try:
         yield directory
     finally:
         subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@cache
+def _have_own_mounts() -> None:
+    """Mount nothing from here on that others see. Changes nothing for a user who may not mount."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 @contextmanager

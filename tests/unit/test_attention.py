@@ -164,3 +164,8 @@ def test_what_is_kept_for_backward_is_linear_in_a_sample() -> None:
 
     assert kept(1000, (6000,)) < 2.1 * kept(1000, (2500,))
     assert kept(4000, (1000,) * 3) < 1.1 * kept(4000, (3000,))
+
+
+def test_the_longest_sample_of_a_group_is_its_prompt_and_its_longest_response():
+    groups = [GroupAttention(prompt_tokens=prompt, response_tokens=responses, padded=0) for prompt, responses in GROUPS]
+    assert [group.longest for group in groups] == [11, 5, 9, 4, 90]

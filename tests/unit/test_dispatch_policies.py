@@ -11,6 +11,8 @@ from itertools import accumulate
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.config.load import resolve
 from orchestrator.core.dispatch.compute import plan_dispatch
@@ -369,3 +371,14 @@ def test_a_slower_instance_gets_less_memory_time():
     slow = replace(problem.instances[1], cost=tight.scaled(2.0))
     fast_share, slow_share = lengths_of(balanced(replace(problem, instances=(problem.instances[0], slow))))
     assert (len(fast_share), len(slow_share)) == (60, 30)
+
+
+@given(st.lists(st.floats(1, 4000), min_size=1, max_size=90), st.integers(0, 500), st.integers(1, 4))
+def test_what_is_shown_of_an_instance_is_all_of_its_training(lengths: list[float], prompt: int, samples: int):
+    problem = replace(problem_of(lengths, 1), prompt_tokens=prompt, train_token_s=1e-3)
+    problem = replace(problem, groups=tuple(replace(group, num_samples=samples) for group in problem.groups))
+    share, count = [*range(len(lengths))], samples * len(lengths)
+    shown = [*Scorer(problem)._shown(0, 0, share, count, 100.0)]
+    tokens = samples * sum(lengths) + prompt * count
+    assert sum(seconds for _, seconds in shown) == pytest.approx(tokens * problem.train_token_s)
+    assert max(at_s for at_s, _ in shown) <= 100.0

@@ -194,3 +194,16 @@ def test_a_share_is_what_torch_and_servers_are_told(driver: FakeDriver, monkeypa
     monkeypatch.setenv(gpus.SHARE_VARIABLE, "1")
     gpus.take_gpus("0", share=0.45)
     assert gpus.gpu_share(os.environ) == 0.45
+
+
+def test_a_lock_that_others_hold_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpus, "LOOK_S", 0.0)
+    held = gpus._lock(tmp_path, "GPU-1", shared=False)
+    assert held is not None
+    before = os.listdir("/proc/self/fd")
+    assert gpus._lock(tmp_path, "GPU-1", shared=True) is None
+    assert os.listdir("/proc/self/fd") == before
+    os.close(held)
+    again = gpus._lock(tmp_path, "GPU-1", shared=True)
+    assert again is not None
+    os.close(again)

@@ -12,6 +12,7 @@ from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ConfigError
 from orchestrator.launch.checks import check_cluster
 from orchestrator.launch.growth import add_workers, report_loss
+from orchestrator.launch.launchers import kubernetes_cluster, slurm
 from orchestrator.launch.launchers.base import ProcessSpec, Resources, Running, resources_of
 from orchestrator.launch.launchers.choice import open_launcher
 from orchestrator.launch.processes import Children, Fleet
@@ -140,3 +141,12 @@ def test_an_engine_that_is_not_here_is_refused_before_a_run_has_a_directory(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match=problem):
         open_launcher(configured(*overrides).settings, RunDir(tmp_path / "a"), ())
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm", "ray", "kubernetes"])
+def test_a_run_gets_the_launcher_that_its_settings_name(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slurm, "check_installed", lambda: None)
+    monkeypatch.setattr(kubernetes_cluster, "check_in_a_pod", lambda environ: None)
+    settings = configured(f"launcher.kind={kind}", "launcher.image=registry/streamrl:1").settings
+    launcher = open_launcher(settings, RunDir(tmp_path), ["train-0"])
+    assert type(launcher).__name__ == f"{kind.capitalize()}Launcher"

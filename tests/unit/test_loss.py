@@ -20,6 +20,7 @@ from workers.algorithms.loss import (
     loss_terms,
     normaliser,
     policy_loss_N,
+    reference_kl_N,
     token_weight,
 )
 
@@ -157,3 +158,13 @@ def test_a_ratio_beyond_floats_leaves_no_gradient_that_is_no_number(loss, import
         policy_loss_N(logprobs_N, tokens, objective).sum().backward()
         assert logprobs_N.grad is not None
         assert logprobs_N.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("cap", "weight"), [(0.0, 1.0), (2.0, 2.0), (4.0, 3.0)])
+def test_the_reverse_kl_counts_what_other_weights_sampled_by_its_capped_ratio(cap: float, weight: float) -> None:
+    tokens = tokens_of([0.0], rollout=[-1.0 - math.log(3.0)], reference=[-1.5])
+    objective = Objective(rl_coef=0.0, kl_coef=1.0, kl_estimator="reverse", importance_cap=cap)
+    logprobs_N = torch.tensor([-1.0], requires_grad=True)
+    reference_kl_N(logprobs_N, tokens, objective).sum().backward()
+    assert logprobs_N.grad is not None
+    assert logprobs_N.grad.item() == pytest.approx(0.5 * weight)

@@ -186,3 +186,16 @@ def test_a_loss_is_tried_as_each_part_has_it() -> None:
 def test_what_is_of_the_whole_batch_is_the_same_in_all_parts() -> None:
     with pytest.raises(ValueError, match="aggregation is of the whole mini-batch: part 'a' cannot have its own"):
         Objective(of_parts={"a": Objective(aggregation="sequence_mean")})
+
+
+def test_a_directory_of_functions_is_looked_in_where_a_function_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = "def loss(logprobs, tokens, objective):\n    return -logprobs\n\n\nloss.additive = 'tokens'\n"
+    (tmp_path / "loss_of_a_test.py").write_text(text)
+    monkeypatch.setattr(sys, "path", before := [*sys.path])
+    name = "loss_of_a_test:loss"
+    assert own_losses(["gspo"], "", str(tmp_path)) == {}
+    assert sys.path == before
+    assert [*own_losses([name], name, str(tmp_path))] == [name]
+    sys.modules.pop("loss_of_a_test")

@@ -77,3 +77,8 @@ def test_a_command_says_all_that_a_plan_is_made_of():
     assert problem.train_token_s == 1e-4
     assert problem.max_tokens == 1000
     assert compute_plan(command(4), SETTINGS) == compute_plan(command(4), SETTINGS)
+
+
+def test_a_worker_has_nothing_in_hand_unless_a_plan_says_so():
+    idle = PlannedWorker(worker_id=WorkerId("a"), capacity=8)
+    assert (idle.in_hand, idle.in_hand_tokens, idle.in_hand_longest) == (0, 0.0, 0.0)
