@@ -35,10 +35,11 @@ def violations(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         for name, one in settings.eval.sets.items()
         for keys, problem in _broken_in_set(settings, one)
     )
+    whole = data_parts(settings.data)
     of_parts = (
         (keys, f"{problem} (in {name})")
         for name, part in settings.data.mix.items()
-        for keys, problem in _broken_in_part(settings, part, data_parts(settings.data)[name])
+        for keys, problem in _broken_in_part(settings, part, whole[name])
     )
     by_parts = (
         _told_of_part(settings, name, keys.split(), problem)
