@@ -142,9 +142,14 @@ def test_a_section_within_a_section_is_set_as_a_whole_too():
         ("[trainer.parallel]\ndata = 0", 'data must be a whole number >= 1, or "auto", not 0'),
         ("[trainer.lora]\nrank.x = 1", "trainer.lora.rank must be a whole number >= 0, not {x = 1}"),
         ("[trainer.lora]\nzzz = 1", "keys of trainer.lora: rank, alpha, targets, publish"),
+        ("[run]\nseed = 1\n[replay]\nload_s = 1.0", "mine.toml:4: replay.load_s is emulated.load_s since"),
+        ("[trainr]\nlr = 1", "mine.toml:2: unknown section trainr (did you mean trainer?)"),
+        ("trainer = 1", "mine.toml:1: trainer is a section"),
+        ("[trainer]\nlr = 1\nthreads = = 2", "mine.toml:3: not valid TOML"),
+        ('[trainer]\nbetas = [\n  0.9,\n  0.95,\n]\nlr = "x"', "mine.toml:6: trainer.lr must be a number"),
     ],
 )
-def test_a_mistake_in_a_section_within_a_section(tmp_path: Path, document: str, message: str):
+def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, document: str, message: str):
     assert message in str(file_error(tmp_path, document))
 
 
@@ -325,11 +330,6 @@ def test_a_name_of_the_version_before_is_answered_with_the_new_one(argument: str
     assert error_of(argument).startswith(f"--set: {answer}")
 
 
-def test_an_old_name_in_a_file_is_answered_with_its_line(tmp_path: Path):
-    error = file_error(tmp_path, "[run]\nseed = 1\n[replay]\nload_s = 1.0\n")
-    assert str(error).startswith(f"{tmp_path / 'mine.toml'}:4: replay.load_s is emulated.load_s since")
-
-
 def test_old_names_are_free_and_new_ones_are_real():
     known = {*FIELDS, *SECTIONS}
     assert not known & set(RENAMED)
@@ -342,20 +342,6 @@ def test_a_key_like_no_other_lists_those_there_are():
 
 def test_words_of_other_trainers_name_real_settings():
     assert set(FIELD_WORDS.values()) <= set(FIELDS)
-
-
-def test_unknown_section(tmp_path: Path):
-    error = file_error(tmp_path, "[trainr]\nlr = 1\n")
-    assert "mine.toml:2: unknown section trainr (did you mean trainer?)" in str(error)
-
-
-def test_value_where_a_section_belongs(tmp_path: Path):
-    assert "mine.toml:1: trainer is a section" in str(file_error(tmp_path, "trainer = 1\n"))
-
-
-def test_malformed_toml_names_the_line(tmp_path: Path):
-    error = file_error(tmp_path, "[trainer]\nlr = 1\nthreads = = 2\n")
-    assert "mine.toml:3: not valid TOML" in str(error)
 
 
 def test_missing_file_and_preset(tmp_path: Path):
@@ -386,11 +372,6 @@ def test_wrong_types_and_forms(argument: str, message: str):
     error = error_of(argument)
     assert error.startswith("--set: ")
     assert message in error
-
-
-def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
-    error = file_error(tmp_path, '[trainer]\nbetas = [\n  0.9,\n  0.95,\n]\nlr = "x"\n')
-    assert "mine.toml:6: trainer.lr must be a number" in str(error)
 
 
 @pytest.mark.parametrize(
