@@ -261,21 +261,6 @@ async def test_calls_resume_when_the_server_is_back(servers: Servers) -> None:
     await broker.close()
 
 
-async def test_blocked_read_resumes_when_the_server_is_back(servers: Servers) -> None:
-    first = servers.start()
-    reader, writer = (RedisBroker(RedisLink(first.url, outage_s=20.0), RUN) for _ in range(2))
-    claiming = asyncio.create_task(reader.claim("queue", "c", count=1, wait_s=20.0))
-    await writer.append("log", HELLO)
-    first.kill()
-    servers.start(port=first.port)
-    await writer.enqueue("queue", HELLO)
-    async with asyncio.timeout(60):
-        (delivery,) = await claiming
-    assert delivery.entry == HELLO
-    await reader.close()
-    await writer.close()
-
-
 async def test_outage_that_lasts_has_a_name(servers: Servers) -> None:
     server = servers.start()
     server.kill()
@@ -447,16 +432,8 @@ async def test_error_never_shows_the_password(servers: Servers) -> None:
 def tls_files(tmp_path: Path) -> Path:
     """A certificate of 127.0.0.1 that signs itself, its key, and that key behind a pass phrase."""
     _, key = self_signed(tmp_path)
-    locked = [
-        "-aes256",
-        "-passout",
-        "pass:word",
-        "-in",
-        key,
-        "-out",
-        str(tmp_path / "locked.pem"),
-    ]
-    subprocess.run(["openssl", "rsa", *locked], check=True, capture_output=True)
+    locked = f"openssl rsa -aes256 -passout pass:word -in {key} -out {tmp_path / 'locked.pem'}"
+    subprocess.run(locked.split(), check=True, capture_output=True)
     return tmp_path
 
 

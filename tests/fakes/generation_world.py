@@ -16,6 +16,7 @@ from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
 from transport.contracts.messages import (
     GroupPlan,
+    LoadWeights,
     RolloutFailed,
     RolloutFinished,
     WeightManifest,
@@ -166,12 +167,21 @@ class World:
         await append_at(self.broker, keys.plans(ME), Entry(payload=encode(plan)), entry_id, is_queue=True)
         return entry_id
 
+    async def asked(self, slot, **changes):
+        """The one request that the engine has got, which is of the plan that is given out here."""
+        await self.plan(slot, **changes)
+        (request,) = await self.engine.wait_submitted(1)
+        return request
+
     async def command(self, command):
         await self.broker.append(keys.control(ME), Entry(payload=encode(command)))
 
-    async def manifest(self, weights):
+    async def manifest(self, weights, *, load=False):
+        """Announce a version. load: and command the worker to load it."""
         manifest = WeightManifest(weights=weights, tensors=(), total_bytes=0, sources=(), host="here")
         await self.broker.append(keys.WEIGHTS, Entry(payload=encode(manifest)))
+        if load:
+            await self.command(LoadWeights(worker_id=ME, weights=weights))
 
     async def until_held(self, *weights):
         """Wait until these versions, and no other, are brought in."""

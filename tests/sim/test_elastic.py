@@ -134,15 +134,6 @@ def test_a_fleet_under_faults_stays_within_its_limits_and_loses_no_sample(seed: 
     assert sum(len(rows) for rows in log.trained.values()) == 30 * GROUPS * SAMPLES
 
 
-def test_a_replay_decides_the_same_also_from_any_snapshot():
-    log = run(Drifting(phases=(80, 240, 480), batches_each=10))
-    state = PipelineState.restore(log.initial)
-    for record, commands in log.history:
-        if record.seq % 400 == 0:
-            state = PipelineState.restore(state.snapshot())
-        assert state.handle(record.event, record.now_s) == commands
-
-
 def test_a_run_whose_last_worker_was_drained_asks_for_another():
     """After a resume: the others were dead, and that was not known when the one that lived was chosen to leave."""
     log = run(Drifting(phases=(80, 240), batches_each=10))

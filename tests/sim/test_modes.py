@@ -109,16 +109,6 @@ def test_longest_first_shortens_a_synchronous_batch():
     assert longest.end_s < 0.85 * shortest.end_s
 
 
-@pytest.mark.parametrize("update", list(UpdateMode))
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_every_mode_trains_every_group_once(update, max_staleness):
-    log = run(update=update, max_staleness=max_staleness)
-    assert sorted(log.trained) == list(range(CORE.num_batches))
-    for batch, rows in log.trained.items():
-        assert len(set(rows)) == len(rows) == CORE.groups_per_batch * CORE.group_size
-        assert trained_groups(log, batch) == {f"{batch}/{slot}" for slot in range(CORE.groups_per_batch)}
-
-
 def chaos(seed: int) -> Scenario:
     """Workers and trainer die every 15-20 virtual seconds, rows vanish, rollouts fail, events repeat."""
     core = CoreSettings(

@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks.seer import CASES, measured, simulated
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.core.state import PipelineState
 from orchestrator.sim.costs import TrainCost
-from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog
+from orchestrator.sim.engine import CostModel, Scenario, SimulationLog
 from orchestrator.sim.lengths import LengthModel
 from orchestrator.sim.simulate import simulate
 from tests.fakes.histories import commands_of, events_of
@@ -70,23 +69,6 @@ def test_every_batch_is_planned_once_and_its_plan_is_an_event():
     assert sorted(set(asked)) == list(range(CORE.num_batches))
     assert asked.count(0) == SCENARIO.workers, "once more with every worker that joined meanwhile"
     assert len(events_of(log, PlanComputed)) == CORE.num_batches
-
-
-def test_a_recorded_run_with_plans_decides_the_same_again():
-    log = run("scored", replace(SCENARIO, faults=FaultModel(worker_loss_s=40.0, rollout_failure=0.02, until_s=150.0)))
-    state = PipelineState.restore(log.initial)
-    assert [state.handle(record.event, record.now_s) for record, _ in log.history] == [
-        commands for _, commands in log.history
-    ]
-
-
-@pytest.mark.parametrize("dispatch", ["even", "slicing", "scored"])
-def test_workers_die_and_others_take_their_share(dispatch):
-    faults = FaultModel(worker_loss_s=30.0, rollout_failure=0.02, repeat=0.05, until_s=200.0)
-    core = msgspec.structs.replace(CORE, max_staleness=1, rollout_timeout_s=200.0, max_attempts=50, max_deaths=50)
-    log = run(dispatch, replace(SCENARIO, core=core, faults=faults, capacity=16))
-    assert log.finish_reason
-    assert {batch: len(set(rows)) for batch, rows in log.trained.items()} == dict.fromkeys(range(5), 128)
 
 
 def test_a_slow_worker_gets_less_once_its_pace_is_known():

@@ -116,14 +116,6 @@ def test_gpus_that_nobody_named_are_not_added(named: str, missing: str):
         CliRunner().invoke(app, ["simulate", named, "4xH100"], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("content", ["0\n", "-3\n", "nan\n", "", "12 13\n"])
-def test_lengths_that_are_none_are_refused(content, tmp_path):
-    path = tmp_path / "lengths.txt"
-    path.write_text(content)
-    with pytest.raises(DataError):
-        CliRunner().invoke(app, [*SMALL, "--lengths", str(path)], catch_exceptions=False)
-
-
 @pytest.mark.parametrize("content", ["700\n", "300\n" * 50])
 def test_one_length_and_equal_lengths_are_a_workload(content, tmp_path):
     path = tmp_path / "lengths.txt"

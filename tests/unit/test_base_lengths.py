@@ -113,18 +113,9 @@ def test_after_a_restart_they_count_no_second_time(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ({"prompt": "of other data", "output_tokens": 5}, r"none of its prompts is among the run's 4, .* 'Add 2 and 3"),
-        ({"prompt": "Say yes.", "output_tokens": 0}, r"lengths\.jsonl:1: a length is a whole number"),
-        ({"prompt": "Say yes."}, r"lengths\.jsonl:1: no column 'output_tokens'"),
-        ("no object", r"lengths\.jsonl:1: not the JSON that belongs here"),
-    ],
-)
-def test_a_log_that_is_not_of_these_prompts_is_refused(tmp_path: Path, line: object, problem: str):
-    with pytest.raises(LengthLogError, match=problem):
-        base_lengths(settings_of(tmp_path, line))
+def test_a_log_that_is_not_of_these_prompts_is_refused(tmp_path: Path):
+    with pytest.raises(LengthLogError, match=r"none of its prompts is among the run's 4, .* 'Add 2 and 3"):
+        base_lengths(settings_of(tmp_path, {"prompt": "of other data", "output_tokens": 5}))
 
 
 def test_a_file_that_is_not_there_is_said_before_anything_starts(tmp_path: Path):

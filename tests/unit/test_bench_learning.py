@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,7 +26,6 @@ from benchmarks.learning import (
     draw,
     figures,
     found_in,
-    machine,
     over_problems,
     over_seeds,
     placed,
@@ -47,8 +41,6 @@ from benchmarks.learning import (
 )
 from orchestrator.config.load import resolve
 from orchestrator.launch.gpus import place_gpus
-from transport.process import files
-from transport.process.gpus import Gpu
 
 
 def result(cell: str, seed: int | None, right: str, *, problems: str = "p", more: tuple[str, ...] = ()) -> Result:
@@ -72,32 +64,17 @@ def test_held_out_problems_are_others_than_those_trained_on_and_always_the_same(
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_every_cell_is_settings_that_a_run_takes(cell: str, tmp_path: Path) -> None:
-    kind = CELLS[cell]
-    settings = resolve(kind.preset, [], settings_of(kind, tmp_path, ()), {}).settings
-    assert (settings.run.batches, settings.eval.problems) == (BATCHES, HELD_OUT)
-    assert settings.eval.every == 0
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_device_is_that_of_all_models_of_a_run_and_of_no_result(cell: str, tmp_path: Path) -> None:
+def test_every_cell_is_settings_of_a_run_on_one_device_that_its_result_does_not_name(cell: str, tmp_path: Path) -> None:
     kind = CELLS[cell]
     chosen = [*settings_of(kind, tmp_path, ()), *placed(kind, "cuda:0")]
     settings = resolve(kind.preset, [], chosen, {}).settings
+    assert (settings.run.batches, settings.eval.problems, settings.eval.every) == (BATCHES, HELD_OUT, 0)
     assert {settings.generation.device, settings.trainer.device, settings.scoring_device} == {"cuda:0"}
     assert not settings.has_critic or settings.critic.device == "cuda:0"
     assert place_gpus(settings) is None  # it takes no lock: others may run there
     assert settings.sampling.max_new_tokens < settings.generation.max_context
     assert not any("device" in one for one in recorded(kind, ()))
     assert placed(kind, "") == []
-
-
-def test_a_machine_is_named_as_the_run_itself_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "list_gpus", lambda: [Gpu(uuid="GPU-0", name="one"), Gpu(uuid="GPU-1", name="two")])
-    cores = f"{os.cpu_count()} cores"
-    for device, told in (("cpu", cores), ("cuda:1", f"two, {cores}"), ("auto", f"one, {cores}")):
-        (tmp_path / "config.toml").write_text(f'[generation]\ndevice = "{device}"\n')
-        assert machine(tmp_path) == told
 
 
 def test_the_table_says_where_cells_ran(tmp_path: Path) -> None:
@@ -136,68 +113,6 @@ def test_cells_run_at_once_and_one_that_fails_is_named(tmp_path: Path, capfd: py
     said = capfd.readouterr()
     assert "ppo:1: failed with 1" in said.out
     assert "no such critic" in said.err
-
-
-def test_of_cells_that_run_at_once_one_asks_the_untrained_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench, asked = Bench(results=tmp_path / "results", work=tmp_path, jobs=2), 0
-
-    def evaluate(*_: object) -> Evaluated:
-        nonlocal asked
-        asked += 1
-        return Evaluated(right="00", well_formed=0.0, problems="p")
-
-    monkeypatch.setattr(Bench, "_evaluate", evaluate)
-    with files.locked(tmp_path / "untrained-smollm2.lock"):
-        bench._ask_untrained("smollm2", tmp_path, "here")
-    assert (asked, bench.read("untrained-smollm2")) == (0, None)
-    bench._ask_untrained("smollm2", tmp_path, "here")
-    bench._ask_untrained("smollm2", tmp_path, "elsewhere")
-    told = bench.read("untrained-smollm2")
-    assert told is not None
-    assert (asked, told.machine) == (1, "here")
-
-
-STARTS_CELLS = """
-import signal, sys
-from pathlib import Path
-from benchmarks.learning import Bench, run_cells
-from benchmarks.run import call
-
-class Endless(Bench):
-    def run(self, cell, seed):
-        named = f"pathlib.Path('{self.work}/{cell}').write_text(str(os.getpid()))"
-        program = f"import os, pathlib, time; {named}; time.sleep(300)"
-        call([sys.executable, "-c", program], cwd=self.work, env={}, limit_s=300)
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    work = Path(sys.argv[1])
-    run_cells(Endless(results=work / "results", work=work, jobs=2), [("sync", 0), ("gspo", 0)])
-"""
-
-
-def test_what_ends_the_bench_ends_all_that_it_started(tmp_path: Path) -> None:
-    script, work = tmp_path / "starts.py", tmp_path / "work"
-    script.write_text(STARTS_CELLS)
-    work.mkdir()
-    search = {"PYTHONPATH": str(learning.ROOT)}
-    process = subprocess.Popen([sys.executable, str(script), str(work)], env=os.environ | search)
-    try:
-        until(lambda: len([path for path in work.iterdir() if path.read_text()]) == 2)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(90) != 0
-    for path in work.iterdir():
-        until(lambda path=path: not Path(f"/proc/{path.read_text()}").exists())
-
-
-def until(there: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not there():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def test_an_interval_over_problems_is_paired() -> None:

@@ -142,9 +142,14 @@ def test_a_section_within_a_section_is_set_as_a_whole_too():
         ("[trainer.parallel]\ndata = 0", 'data must be a whole number >= 1, or "auto", not 0'),
         ("[trainer.lora]\nrank.x = 1", "trainer.lora.rank must be a whole number >= 0, not {x = 1}"),
         ("[trainer.lora]\nzzz = 1", "keys of trainer.lora: rank, alpha, targets, publish"),
+        ("[run]\nseed = 1\n[replay]\nload_s = 1.0", "mine.toml:4: replay.load_s is emulated.load_s since"),
+        ("[trainr]\nlr = 1", "mine.toml:2: unknown section trainr (did you mean trainer?)"),
+        ("trainer = 1", "mine.toml:1: trainer is a section"),
+        ("[trainer]\nlr = 1\nthreads = = 2", "mine.toml:3: not valid TOML"),
+        ('[trainer]\nbetas = [\n  0.9,\n  0.95,\n]\nlr = "x"', "mine.toml:6: trainer.lr must be a number"),
     ],
 )
-def test_a_mistake_in_a_section_within_a_section(tmp_path: Path, document: str, message: str):
+def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, document: str, message: str):
     assert message in str(file_error(tmp_path, document))
 
 
@@ -325,11 +330,6 @@ def test_a_name_of_the_version_before_is_answered_with_the_new_one(argument: str
     assert error_of(argument).startswith(f"--set: {answer}")
 
 
-def test_an_old_name_in_a_file_is_answered_with_its_line(tmp_path: Path):
-    error = file_error(tmp_path, "[run]\nseed = 1\n[replay]\nload_s = 1.0\n")
-    assert str(error).startswith(f"{tmp_path / 'mine.toml'}:4: replay.load_s is emulated.load_s since")
-
-
 def test_old_names_are_free_and_new_ones_are_real():
     known = {*FIELDS, *SECTIONS}
     assert not known & set(RENAMED)
@@ -342,20 +342,6 @@ def test_a_key_like_no_other_lists_those_there_are():
 
 def test_words_of_other_trainers_name_real_settings():
     assert set(FIELD_WORDS.values()) <= set(FIELDS)
-
-
-def test_unknown_section(tmp_path: Path):
-    error = file_error(tmp_path, "[trainr]\nlr = 1\n")
-    assert "mine.toml:2: unknown section trainr (did you mean trainer?)" in str(error)
-
-
-def test_value_where_a_section_belongs(tmp_path: Path):
-    assert "mine.toml:1: trainer is a section" in str(file_error(tmp_path, "trainer = 1\n"))
-
-
-def test_malformed_toml_names_the_line(tmp_path: Path):
-    error = file_error(tmp_path, "[trainer]\nlr = 1\nthreads = = 2\n")
-    assert "mine.toml:3: not valid TOML" in str(error)
 
 
 def test_missing_file_and_preset(tmp_path: Path):
@@ -388,39 +374,26 @@ def test_wrong_types_and_forms(argument: str, message: str):
     assert message in error
 
 
-def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
-    error = file_error(tmp_path, '[trainer]\nbetas = [\n  0.9,\n  0.95,\n]\nlr = "x"\n')
-    assert "mine.toml:6: trainer.lr must be a number" in str(error)
-
-
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("sampling.top_p=0", "sampling.top_p must be a number in (0, 1], not 0"),
         ("sampling.top_p=nan", "must be a number in (0, 1], not "),
-        ("sampling.top_p=1.1", "must be a number in (0, 1], not "),
         ("sampling.temperature=0", "must be a number >= 0.001, not 0"),
         ("sampling.temperature=inf", "must be a number >= 0.001, not inf"),
         ("trainer.betas=[0.9, nan]", "each a number in [0, 1), not [0.9, nan]"),
         ("pipeline.max_staleness=-1", "must be a whole number in [0, 16], not -1"),
         ("pipeline.group_size=0", "must be a whole number >= 1, not 0"),
         ("pipeline.group_size=1", "must be 2 or more"),
-        ("algorithm.kl_coef=-0.1", "must be a number >= 0, not -0.1"),
-        ("generation.slots=0", "must be a whole number >= 1, not 0"),
-        ("generation.threads=0", "must be a whole number >= 1, not 0"),
-        ("trainer.checkpoint_every=0", "must be a whole number >= 1, not 0"),
         ("trainer.ranks=0", 'must be a whole number >= 1, or "auto", not 0'),
         ("trainer.betas=[0.9, 1.0]", "must be a list of 2, each a number in [0, 1), not [0.9, 1.0]"),
         ("scoring.timeout_s=0", "must be a number >= 1 (seconds), not 0"),
-        ("run.seed=-1", "must be a whole number in [0, 2147483647], not -1"),
         ("run.name=../x", "must be 1 to 64 letters (a-z, A-Z), digits"),
-        ("run.name=a b", "must be 1 to 64 letters (a-z, A-Z), digits"),
         ("run.name=", "must be 1 to 64 letters (a-z, A-Z), digits"),
         ("scoring.reward=my_reward", "must be module:function"),
         ("scoring.reward=os; import x:y", "must be module:function"),
         ("generation.device=gpu", "must be auto, cpu, cuda or cuda:<n>"),
         ("generation.engine_url=h:1", "must be http://host:port"),
-        ("generation.server_silence_s=1", "must be a number >= 2 (seconds), not 1"),
         ("model.path=", "must be a directory, a hub name"),
     ],
 )
@@ -429,6 +402,11 @@ def test_out_of_range(argument: str, message: str):
 
 
 DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
+GIVEN = ["data.source=jsonl", "data.path=x", "data.response_column=answer"]
+EMULATED = ["trainer.engine=emulated", "generation.engine=emulated"]
+SGLANG = "generation.engine=sglang"
+THEIR_SGLANG = [SGLANG, "generation.engine_url=http://h:1"]
+THEIR_VLLM = ["generation.engine=vllm", "generation.engine_url=http://h:1"]
 
 
 @pytest.mark.parametrize(
@@ -440,23 +418,14 @@ DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
             "which knows what a probe shows",
         ),
         (["trainer.mini_batches=3"], "pipeline.groups_per_batch = 8 must be divisible by trainer.mini_batches"),
-        (
-            ["pipeline.oversampled_tail=defer"],
-            "oversampled_groups = 0 must be above 0 with pipeline",
-        ),
+        (["pipeline.oversampled_tail=defer"], "oversampled_groups = 0 must be above 0 with pipeline"),
         ([*DEFERS, "pipeline.oversampled_groups=8"], "and below pipeline.groups_per_batch: so many groups are left to"),
         ([*DEFERS, "pipeline.membership=rolling"], 'pipeline.membership = "rolling" must be "fixed"'),
         ([*DEFERS, "generation.partial_s=0"], "generation.partial_s = 0.0 must be above 0"),
         ([*DEFERS, "environment.name=calculator", "pipeline.update=barrier"], 'update = "barrier" must be "in_flight"'),
-        (
-            [*DEFERS, "generation.lengths=x", "ranker.kind=oracle"],
-            'ranker.kind = "oracle" must not be "oracle" where batches take in',
-        ),
+        ([*DEFERS, "generation.lengths=x", "ranker.kind=oracle"], 'ranker.kind = "oracle" must not be "oracle" where'),
         (["trainer.ranks=16"], "trainer.ranks = 16 divides a round into 16 parts, and there may be at most groups_per"),
-        (
-            ["trainer.ranks=2", "trainer.device=cuda:1"],
-            'trainer.device = "cuda:1" must be "cuda" or "auto" with 2',
-        ),
+        (["trainer.ranks=2", "trainer.device=cuda:1"], 'trainer.device = "cuda:1" must be "cuda" or "auto" with 2'),
         (["trainer.ranks=6", "trainer.parallel.tensor=4"], "trainer.ranks = 6 must be a multiple of 4, which is data"),
         (["trainer.ranks=8", "trainer.parallel={data = 2, tensor = 2, pipeline = 1}"], "trainer.ranks = 8 must be 4,"),
         (
@@ -468,14 +437,8 @@ DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
             "buckets = [512] needs trainer.parallel.pi",
         ),
         (["trainer.lora.publish=adapters"], 'trainer.lora.publish = "adapters" needs trainer.lora.rank above 0'),
-        (
-            ["scoring.reward_model=judge", "scoring.reward=mine:reward"],
-            'scoring.reward_model = "judge" is the reward, and so is scoring.reward: leave one of them out',
-        ),
-        (
-            ["scoring.pools.reference.workers=2"],
-            "has reference, and without algorithm.kl_coef this run has no such task",
-        ),
+        (["scoring.reward_model=judge", "scoring.reward=mine:reward"], 'scoring.reward_model = "judge" is the'),
+        (["scoring.pools.reference.workers=2"], "has reference, and without algorithm.kl_coef this run has no such"),
         (["scoring.pools.values.workers=2"], '"reward", "reference" or "advantages"'),
         (["environment.executes_answers=true"], "is about an environment of yours: name it"),
         (
@@ -484,165 +447,69 @@ DEFERS = ["pipeline.oversampled_tail=defer", "pipeline.oversampled_groups=2"]
         ),
         (["data.mix.a.environment_params={tries=3}"], "names no environment of its own that takes them (in a)"),
         (["data.mix.a.environment=calculater"], 'must be "calculator", module:function, or "none"'),
-        (
-            ["data.mix.a.advantage=rloo", "algorithm.name=reinforce_pp"],
-            'has an advantage of its own, which algorithm.advantage "batch_std" leaves no room for',
-        ),
-        (["trainer.lora.rank=-1"], "trainer.lora.rank must be a whole number >= 0, not -1"),
+        (["data.mix.a.advantage=rloo", "algorithm.name=reinforce_pp"], "has an advantage of its own, which"),
         (["trainer.parallel.buckets=[8, 16]"], "buckets = [8, 16] must reach beyond sampling.max_new_tokens"),
         (["trainer.lora.rank=8", "trainer.engine=none"], 'trainer.lora.rank = 8 needs trainer.engine "torch"'),
         (["trainer.lora.rank=8", "trainer.lora.targets=[]"], "trainer.lora.targets = [] must name layers"),
-        (
-            [
-                "environment.name=calculator",
-                "algorithm.name=sft",
-                *["data.source=jsonl", "data.path=x", "data.response_column=a"],
-            ],
-            'environment.name = "calculator" must be empty with data.response_column',
-        ),
-        (
-            ["endpoint.enabled=true"],
-            "endpoint.max_session_s = 1800.0 must be below pipeline.rollout_timeout_s",
-        ),
-        (
-            ["endpoint.enabled=true", "environment.name=calculator"],
-            "endpoint.enabled = true must be false with environment.name",
-        ),
+        (["environment.name=calculator", "algorithm.name=sft", *GIVEN], '"calculator" must be empty with data.res'),
+        (["endpoint.enabled=true"], "endpoint.max_session_s = 1800.0 must be below pipeline.rollout_timeout_s"),
+        (["endpoint.enabled=true", "environment.name=calculator"], "endpoint.enabled = true must be false with"),
         (["endpoint.enabled=true", "trainer.engine=none"], "endpoint.enabled = true needs a trainer"),
         (["pipeline.group_size=1"], 'pipeline.group_size = 1 must be 2 or more with algorithm.advantage "group_std"'),
-        (
-            ["algorithm.rl_coef=0"],
-            "algorithm.rl_coef = 0.0 must be above 0 where algorithm.ce_coef and algorithm.kl_coef",
-        ),
-        (["algorithm.ce_above=0.5"], "algorithm.ce_above = 0.5 needs algorithm.ce_coef above 0"),
+        (["algorithm.rl_coef=0"], "algorithm.rl_coef = 0.0 must be above 0 where algorithm.ce_coef and"),
         (["algorithm.teacher=random:qwen3-tiny"], 'algorithm.teacher = "random:qwen3-tiny" needs algorithm.kl_coef'),
         (["algorithm.kl_estimator=reverse"], 'algorithm.kl_estimator = "reverse" needs algorithm.kl_coef above 0'),
-        (
-            ["algorithm.name=reinforce_pp", "algorithm.ce_coef=1"],
-            "algorithm.ce_coef = 1.0 must be 0 with algorithm.adv",
-        ),
-        (
-            ["algorithm.name=distill"],
-            'algorithm.teacher = "" must name a model, or algorithm.teacher_url a server of one, where nothing else',
-        ),
+        (["algorithm.name=reinforce_pp", "algorithm.ce_coef=1"], "algorithm.ce_coef = 1.0 must be 0 with"),
+        (["algorithm.name=distill"], 'algorithm.teacher = "" must name a model, or algorithm.teacher_url a server of'),
         (
             ["algorithm.name=distill", "algorithm.teacher=x", "pipeline.drop_no_signal=true"],
             "pipeline.drop_no_signal = true must be false with algorithm.rl_coef 0",
         ),
+        (["algorithm.functions_path=mine"], 'algorithm.functions_path = "mine" needs a module:function as'),
         (
-            ["algorithm.functions_path=mine"],
-            'algorithm.functions_path = "mine" needs a module:function as algorithm.adv',
-        ),
-        (
-            ["algorithm.loss=mine:loss", "trainer.engine=emulated", "generation.engine=emulated"],
+            ["algorithm.loss=mine:loss", *EMULATED],
             'algorithm.loss = "mine:loss" needs trainer.engine "torch", which alone computes with it',
         ),
-        (
-            ["data.mix.a.loss=cispo", "data.mix.a.clip_high=4.0"],
-            "has a, where algorithm.importance_cap = 2.0 must be 0 (off) or above 1 + algorithm.clip_high",
-        ),
-        (
-            ["data.mix.a.rl_coef=0"],
-            "has a, where algorithm.rl_coef = 0.0 must be above 0 where algorithm.ce_coef and algorithm.kl_coef",
-        ),
-        (
-            ["data.mix.a.ce_above=0.5"],
-            "has a, where algorithm.ce_above = 0.5 needs algorithm.ce_coef above 0: nothing of it",
-        ),
+        (["data.mix.a.loss=cispo", "data.mix.a.clip_high=4.0"], "has a, where algorithm.importance_cap = 2.0 must be"),
+        (["data.mix.a.rl_coef=0"], "has a, where algorithm.rl_coef = 0.0 must be above 0 where algorithm.ce_coef and"),
+        (["data.mix.a.ce_above=0.5"], "has a, where algorithm.ce_above = 0.5 needs algorithm.ce_coef above 0:"),
         (
             ["data.mix.a.rl_coef=0", "data.mix.a.ce_coef=1", "pipeline.drop_no_signal=true"],
             "has a, where pipeline.drop_no_signal = true must be false with algorithm.rl_coef 0",
         ),
-        (
-            ["data.mix.a.kl_coef=0.1", "algorithm.name=reinforce_pp"],
-            "has a, where algorithm.kl_coef = 0.1 must be 0 with algorithm.advantage",
-        ),
-        (
-            ["data.mix.a.loss=mine:loss", "trainer.engine=emulated", "generation.engine=emulated"],
-            'needs trainer.engine "torch", which alone computes with it',
-        ),
+        (["data.mix.a.kl_coef=0.1", "algorithm.name=reinforce_pp"], "has a, where algorithm.kl_coef = 0.1 must be 0"),
+        (["data.mix.a.loss=mine:loss", *EMULATED], 'needs trainer.engine "torch", which alone computes with it'),
         (["data.mix.a.advantage=batch_std"], "data.mix.a.advantage must be"),
         (["algorithm.name=sft"], 'algorithm.name = "sft" needs data.response_column'),
         (["data.response_column=answer"], 'data.response_column = "answer" needs data.source "jsonl" or "hf"'),
-        (
-            ["data.source=jsonl", "data.path=x", "data.response_column=answer"],
-            'data.response_column = "answer" needs algorithm.rl_coef 0: what is given was not sampled',
-        ),
-        (
-            ["data.source=jsonl", "data.path=x", "data.response_column=answer", "algorithm.name=rft"],
-            'data.response_column = "answer" needs pipeline.group_size 1',
-        ),
-        (
-            [
-                "data.source=jsonl",
-                "data.path=x",
-                "data.response_column=answer",
-                "algorithm.name=distill",
-                "algorithm.teacher=x",
-            ],
-            'data.response_column = "answer" needs algorithm.kl_estimator "k3"',
-        ),
+        (GIVEN, 'data.response_column = "answer" needs algorithm.rl_coef 0: what is given was not sampled'),
+        ([*GIVEN, "algorithm.name=rft"], 'data.response_column = "answer" needs pipeline.group_size 1'),
+        ([*GIVEN, "algorithm.name=distill", "algorithm.teacher=x"], '"answer" needs algorithm.kl_estimator "k3"'),
         (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),
         (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),
         (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),
         (["generation.kv_tokens=32"], "generation.kv_tokens = 32 must be 0 or above sampling.max_new_tokens"),
-        (
-            ["generation.kv_tokens=1000", "generation.max_context=1001"],
-            "generation.kv_tokens = 1000 must be 0 or at least generation.max_context",
-        ),
-        (
-            ["generation.kv_tokens=9000", "generation.engine=vllm"],
-            'generation.kv_tokens = 9000 must be 0 with generation.engine "vllm": its server is told by',
-        ),
+        (["generation.kv_tokens=1000", "generation.max_context=1001"], "generation.kv_tokens = 1000 must be 0 or at"),
+        (["generation.kv_tokens=9000", "generation.engine=vllm"], "generation.kv_tokens = 9000 must be 0 with"),
         (["generation.engine_url=http://h:1"], 'needs generation.engine "sglang" or "vllm"'),
         (["generation.engine=vllm", "sampling.top_p=0.9"], 'must be 1 and 0 with generation.engine "vllm"'),
-        (["generation.drafts=65"], "generation.drafts"),
+        ([*THEIR_VLLM, "generation.drafts=4"], "must be 0 with generation.engine_url: whether that server drafts"),
         (
-            ["generation.engine=vllm", "generation.engine_url=http://h:1", "generation.drafts=4"],
-            "must be 0 with generation.engine_url: whether that server drafts",
+            [SGLANG, "generation.drafts=4", 'generation.server_args=["--speculative-algorithm=x"]'],
+            "must be 0 with --spec",
         ),
-        (
-            [
-                "generation.engine=sglang",
-                "generation.drafts=4",
-                'generation.server_args=["--speculative-algorithm=EAGLE"]',
-            ],
-            "must be 0 with --speculative-algorithm in generation.server_args",
-        ),
-        (
-            ["generation.kv_dtype=fp8"],
-            'generation.kv_dtype = "fp8" must be "auto": fp8 needs generation.engine "sglang"',
-        ),
+        (["generation.kv_dtype=fp8"], 'generation.kv_dtype = "fp8" must be "auto": fp8 needs generation.engine'),
         (["generation.weights_dtype=fp8"], 'must be "auto": fp8 needs generation.engine "sglang"'),
+        ([*THEIR_VLLM, "generation.kv_dtype=fp8"], "what that server holds in fp8 is said where it is started"),
         (
-            ["generation.engine=vllm", "generation.engine_url=http://h:1", "generation.kv_dtype=fp8"],
-            "what that server holds in fp8 is said where it is started",
+            [SGLANG, "generation.kv_dtype=fp8", 'generation.server_args=["--kv-cache-dtype=x"]'],
+            "with --kv-cache-dtype in",
         ),
-        (
-            [
-                "generation.engine=sglang",
-                "generation.kv_dtype=fp8",
-                'generation.server_args=["--kv-cache-dtype=fp8_e5m2"]',
-            ],
-            "with --kv-cache-dtype in generation.server_args, which no mismatch takes back",
-        ),
-        (
-            ["generation.engine=sglang", "generation.weights_dtype=fp8", "generation.dtype=float32"],
-            'needs generation.dtype "bfloat16"',
-        ),
-        (["generation.fp8_mismatch_limit=0"], "generation.fp8_mismatch_limit"),
-        (["generation.fp8_mismatch_limit=nan"], "generation.fp8_mismatch_limit"),
-        (["generation.fp8_mismatch_batches=0"], "generation.fp8_mismatch_batches"),
+        ([SGLANG, "generation.weights_dtype=fp8", "generation.dtype=float32"], 'needs generation.dtype "bfloat16"'),
         (["emulated.fp8_mismatch=0.1"], "is read with an emulated engine and fp8 in it alone"),
         (['generation.server_command=["x"]'], 'generation.server_args need generation.engine "sglang"'),
-        (
-            ["generation.engine=sglang", "generation.engine_url=http://h:1", 'generation.server_command=["x"]'],
-            "leave them out, or generation.engine_url",
-        ),
-        (
-            ["generation.engine=sglang", "generation.engine_url=http://h:1", "generation.workers=2"],
-            "a server takes new weights from one worker",
-        ),
+        ([*THEIR_SGLANG, 'generation.server_command=["x"]'], "leave them out, or generation.engine_url"),
+        ([*THEIR_SGLANG, "generation.workers=2"], "a server takes new weights from one worker"),
         (["data.source=jsonl"], 'data.path = "" must name the data'),
         (["data.path=x.jsonl"], 'is not read by data.source "reasoning_gym"'),
         (["eval.path=x.jsonl"], 'is not read by data.source "reasoning_gym"'),
@@ -754,10 +621,7 @@ def test_a_run_without_sets_has_one_without_a_name():
     ("argument", "message"),
     [
         ("eval.sets.hard.samples=0", "eval.sets.hard.samples must be a whole number in [1, 4096], not 0"),
-        (
-            "eval.sets.hard.sample=2",
-            "unknown key eval.sets.hard.sample (did you mean samples?); keys of eval.sets.hard: ",
-        ),
+        ("eval.sets.hard.sample=2", "unknown key eval.sets.hard.sample (did you mean samples?); keys of"),
         ("eval.sets.hard={samples=0}", "eval.sets.hard.samples must be a whole number in [1, 4096], not 0"),
         ("eval.sets.hard.temperature=hot", 'eval.sets.hard.temperature must be a number >= 0, not "hot"'),
         ("eval.sets.hard.temperature=inf", "eval.sets.hard.temperature must be a number >= 0"),

@@ -328,28 +328,14 @@ async def test_a_setting_is_changed_by_its_key():
         ("/control/set", b'{"key": "run.batches", "value": 1, "more": 1}', 400),
         ("/control/set", b'{"key": "trainer.lr", "value": 1}', 400),
         ("/control/set", b'{"key": "run.batches", "value": 1e999}', 400),
+        ("/control/set", b'{"key": "run.batches", "value": 1}', 400),  # of 2 that are begun
     ],
 )
 async def test_a_bad_request_is_named_and_nothing_is_asked(path: str, body: bytes, status: int):
-    broker = new_broker()
-    answered, answer = await ask(broker, path, body)
+    broker, state = new_broker(), running_world(checkpoint_every=1).state
+    answered, answer = await ask(broker, path, body, state)
     assert answered == status
     assert answer["error"]
-    assert await broker.read(keys.EVENTS, ZERO_ID, count=10) == []
-
-
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        (b'{"key": "run.batches", "value": 1}', "run.batches must be at least "),
-        (b'{"key": "pipeline.max_staleness", "value": 99}', "pipeline.max_staleness must be a whole number in [0, 16]"),
-    ],
-)
-async def test_what_a_running_run_cannot_take_is_refused_over_http(body: bytes, problem: str):
-    broker = new_broker()
-    state = running_world(checkpoint_every=1).state
-    status, answer = await ask(broker, "/control/set", body, state)
-    assert (status, problem in answer["error"]) == (400, True)
     assert await broker.read(keys.EVENTS, ZERO_ID, count=10) == []
 
 

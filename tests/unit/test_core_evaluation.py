@@ -26,7 +26,6 @@ from transport.contracts.messages import (
     Tick,
     WeightsPublished,
     WorkerLost,
-    WorkerReported,
 )
 from transport.contracts.types import (
     FinishReason,
@@ -93,22 +92,17 @@ def publish_next(world: PipelineWorld) -> None:
 GENERATOR = WorkerId("generate-0.1")
 
 
-def test_every_second_version_is_evaluated_and_never_trained():
-    world = PipelineWorld(core(eval_budget=1.0))
-    world.run_to_end()
-    assert [outcome.weights.version for outcome in world.evaluations] == [0, 2, 4]
-    assert all(outcome.answered == outcome.problems == HELD_OUT for outcome in world.evaluations)
-    assert [outcome.reason for outcome in world.evaluations] == ["", "", ""]
-    assert world.trainer.version == 6
-
-
-@pytest.mark.parametrize(("every", "versions"), [(0, [0, 6]), (4, [0, 4, 6])])
-def test_the_first_and_the_last_weights_are_evaluated_where_nothing_else_is_asked_for(every: int, versions: list[int]):
-    world = PipelineWorld(core(eval_every=every, eval_ends=True, eval_budget=1.0))
+@pytest.mark.parametrize(
+    ("every", "ends", "versions"),
+    [(0, False, []), (2, False, [0, 2, 4]), (0, True, [0, 6]), (4, True, [0, 4, 6])],
+)
+def test_the_weights_that_are_asked_for_are_evaluated_and_the_first_and_the_last(every, ends, versions):
+    world = PipelineWorld(core(eval_every=every, eval_ends=ends, eval_budget=1.0))
     world.run_to_end()
     assert [outcome.weights.version for outcome in world.evaluations] == versions
-    assert all(outcome.answered == HELD_OUT for outcome in world.evaluations)
-    assert world.finished == "all batches are trained"
+    assert all(outcome.answered == outcome.problems == HELD_OUT for outcome in world.evaluations)
+    assert not any(outcome.reason for outcome in world.evaluations)
+    assert (world.finished, world.trainer.version) == ("all batches are trained", 6)
 
 
 def test_the_end_of_a_run_waits_a_twentieth_of_its_time_for_the_last_evaluation():
@@ -165,13 +159,6 @@ def test_answers_to_named_sets_are_told_one_by_one_and_sampled_as_the_set_says()
     assert outcome.answered == HELD_OUT
     told = sorted((answer.eval_set, answer.prompt_id) for answer in outcome.answers)
     assert told == [("hard", f"hard:{number}") for number in (0, 1, 1, 2)], "what is in no named set is not among them"
-
-
-def test_no_evaluation_unless_it_is_asked_for():
-    world = PipelineWorld(core(eval_every=0))
-    world.run_to_end()
-    assert not world.evaluations
-    assert world.state.pipeline.evaluations.current is None
 
 
 def test_nothing_is_evaluated_in_a_run_that_trains_nothing():
@@ -335,17 +322,21 @@ def test_nobody_left_to_serve_the_pin_ends_it_by_name():
     assert "no worker serves" in world.evaluations[0].reason
 
 
-def test_a_try_that_a_worker_lost_on_the_way_is_asked_again():
+@pytest.mark.parametrize("fault", ["lost on the way", "not scored", "row vanished"])
+def test_an_answer_that_goes_wrong_is_asked_for_again(fault):
     world = world_evaluating()
-    lost = tries(world)[0]
-    del world.workers[GENERATOR].plans[lost]
-    world.tell(
-        WorkerReported(
-            worker_id=GENERATOR,
-            held=tuple(world.workers[GENERATOR].plans),
-            plans_cursor=world.workers[GENERATOR].cursor,
-        )
-    )
+    group_id = tries(world)[0]
+    if fault == "lost on the way":
+        del world.workers[GENERATOR].plans[group_id]
+        world.report(GENERATOR)
+    else:
+        world.finish_sample(GENERATOR, group_id)
+        assert rows_reported(world.state.pipeline) == [row_id(group_id, 0)]
+        if fault == "row vanished":
+            world.lose_row(row_id(group_id, 0), group_id)
+        else:
+            world.unscored.clear()
+            world.tell(ScoringFailed(group_id=group_id, reason="a reward hangs"))
     answer_all(world)
     assert world.evaluations[0].answered == HELD_OUT
 
@@ -376,26 +367,6 @@ def test_deaths_of_workers_are_no_failures_of_a_problem_until_it_killed_too_many
     world.load(world.join(64))
     (outcome,) = world.evaluations
     assert (outcome.answered, "used up" in outcome.reason) == (0, True)
-
-
-def test_an_answer_that_cannot_be_scored_is_asked_again():
-    world = world_evaluating()
-    failing = tries(world)[0]
-    world.finish_sample(GENERATOR, failing)
-    world.unscored.clear()
-    world.tell(ScoringFailed(group_id=failing, reason="a reward hangs"))
-    answer_all(world)
-    assert world.evaluations[0].answered == HELD_OUT
-
-
-def test_a_row_that_vanished_before_its_score_is_generated_again():
-    world = world_evaluating()
-    gone = tries(world)[0]
-    world.finish_sample(GENERATOR, gone)
-    assert rows_reported(world.state.pipeline) == [row_id(gone, 0)]
-    world.lose_row(row_id(gone, 0), gone)
-    answer_all(world)
-    assert world.evaluations[0].answered == HELD_OUT
 
 
 def test_a_trainer_that_starts_again_ends_it_and_its_version_is_evaluated_anew():

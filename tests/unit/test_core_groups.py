@@ -72,12 +72,6 @@ def test_longest_predicted_goes_first_to_the_least_loaded_worker():
     assert [plan.predicted_tokens for plan, _ in world.workers[W1].plans.values()] == [5.0]
 
 
-def test_the_next_batch_waits_for_its_weights_when_synchronous():
-    world = ready_world(core())
-    assert {plan.batch for plan, _ in world.workers[W0].plans.values()} == {0}
-    assert world.state.view().batches[-1].batch == 0
-
-
 def test_one_step_asynchronous_admits_the_next_batch_at_once():
     world = ready_world(core(max_staleness=1))
     assert {plan.batch for plan, _ in world.workers[W0].plans.values()} == {0, 1}
@@ -134,15 +128,6 @@ def test_a_prompt_that_kills_its_workers_late_is_given_up_too():
     assert world.outcomes == {}
     lose_the_only_worker(world, STABLE_S + 15.0)
     assert world.outcomes[G0].outcome == "dead"
-
-
-def test_a_row_counts_once_whoever_repeats_it():
-    world = ready_world(core())
-    world.finish_sample(W0, G0)
-    told = next(event for event in reversed(world.told) if isinstance(event, RolloutFinished))
-    before = world.state.view()
-    assert world.tell(told) == []
-    assert world.state.view().in_flight_samples == before.in_flight_samples
 
 
 def test_a_report_without_a_claimed_group_shows_that_it_was_lost():
@@ -272,25 +257,6 @@ def test_no_data_at_all_ends_the_run():
     assert (world.finished, world.closes()) == ("the data ended", [])
 
 
-def test_an_owed_replacement_is_forgiven_when_the_data_have_ended():
-    world = ready_world(core(drop_no_signal=True, num_batches=1), prompts=2)
-    finish_group(world, W0, G0)
-    world.score(signal=False)
-    world.run_to_end()
-    assert world.closes()[-1].short_by == 1
-
-
-def test_missing_rows_are_generated_again_under_the_same_ids():
-    world = ready_world(core())
-    finish_group(world, W0, G0)
-    world.score()
-    world.lose_row(RowId("0/0/1"), G0)
-    assert isinstance(world.state.outstanding()[-2][1], AdmitGroups | DispatchGroups)
-    assert world.workers[W0].plans[G0][0].samples == (1,)
-    world.run_to_end()
-    assert len(groups_of(world.rounds_of(0))) == 2, "the round is not sent again"
-
-
 def test_a_score_of_before_rows_were_lost_is_not_relied_on_once_another_is():
     """Told twice it stands for a row that is gone, and no score would ever come of the group again."""
     world = ready_world(core(release="mini_batch", mini_batch_groups=2))
@@ -331,13 +297,6 @@ def test_an_admission_is_outstanding_until_a_row_of_each_group_is_seen():
     assert any(isinstance(command, AdmitGroups) for _, command in world.state.outstanding())
     world.finish_sample(W0, G1)
     assert not any(isinstance(command, AdmitGroups) for _, command in world.state.outstanding())
-
-
-def test_a_dispatch_is_outstanding_until_its_group_is_whole():
-    world = ready_world(core())
-    finish_group(world, W0, G0)
-    open_plans = [c.plans[0].group_id for _, c in world.state.outstanding() if isinstance(c, DispatchGroups)]
-    assert open_plans == [G1]
 
 
 def test_prompts_are_asked_ahead_and_boundedly():

@@ -7,12 +7,10 @@ import pytest
 
 from orchestrator.core.dispatch.compute import compute_plan
 from orchestrator.core.model.settings import CoreSettings
-from tests.fakes.pipeline_invariants import check
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import (
     BrokerUsage,
     ComputePlan,
-    DispatchGroups,
     PlanComputed,
     PlanShare,
     RankerJudged,
@@ -104,15 +102,6 @@ def test_a_ranker_that_is_judged_not_trusted_gets_even_dispatch(policy: str, tru
     assert view.ranker.recall_20 == 0.5
 
 
-def test_groups_of_a_worker_that_is_lost_go_to_the_others():
-    world = world_with(2, 8)
-    plan(world, generate_0=[0, 1, 2, 3])
-    assert "3" not in held(world)["generate-0"]
-    del world.workers[FIRST]
-    world.tell(WorkerLost(worker_id=FIRST, reason="killed"))
-    assert sorted(held(world)["generate-1"]) == ["0", "1", "2", "3"]
-
-
 def test_a_plan_is_asked_for_again_when_workers_change_before_it_comes():
     world = world_with(8, 8)
     del world.workers[FIRST]
@@ -188,14 +177,6 @@ def test_running_work_stays_by_default_and_where_starting_over_gains_little():
     assert held(world)["generate-1"] == []
 
 
-@pytest.mark.parametrize("policy", ["even", "two_class_max", "slicing", "scored"])
-def test_a_whole_run_ends_under_every_policy(policy):
-    world = world_with(3, 2, dispatch=policy)
-    world.run_to_end()
-    assert set(world.outcomes) == world.admitted
-    assert {one.outcome for one in world.outcomes.values()} == {"trained"}
-
-
 def test_the_best_of_all_is_even_dispatch_until_predictions_were_compared():
     world = world_with(8, 8, dispatch="scored", groups_per_batch=40)
     assert [asked.policy for asked in world.plan_requests] == ["even_longest_first"]
@@ -206,16 +187,6 @@ def test_the_best_of_all_is_even_dispatch_until_predictions_were_compared():
     assert [one.policy for one in asked] == ["even_longest_first", "scored"]
     corrected = {group.predicted_tokens for group in asked[1].groups}
     assert max(corrected) - min(corrected) < 1.0, "lengths that do not follow predictions are expected to be equal"
-
-
-def test_a_restored_state_dispatches_as_planned():
-    world = world_with(2, 8)
-    plan(world, generate_0=[0, 1], generate_1=[2, 3])
-    state = type(world.state).restore(world.state.snapshot())
-    check(world.state.pipeline)
-    for one in (world.state, state):
-        commands = one.handle(WorkerLost(worker_id=FIRST, reason="killed"), 1.0)
-        assert any(isinstance(command, DispatchGroups) and command.worker_id == SECOND for command in commands)
 
 
 def test_a_batch_that_was_trained_and_freed_before_its_plan_came_is_not_planned_again():

@@ -200,11 +200,3 @@ def test_rounds_even_out_what_ranks_were_given(tokens, given_before):
 
 def test_a_rank_that_has_no_room_is_passed_by():
     assert pack_round([30, 30, 30], num_ranks=2, max_tokens=60, given=[0, 100]) == [[0, 1], [2]]
-
-
-def test_the_group_that_waited_longest_goes_though_longer_ones_would_fill_the_ranks():
-    assert pack_round([22, 29, 29], num_ranks=2, max_tokens=50) == [[0], [1]]
-
-
-def test_a_group_above_the_cap_goes_alone():
-    assert pack_round([500, 10], num_ranks=1, max_tokens=100) == [[0]]

@@ -271,14 +271,6 @@ def test_a_row_of_a_probe_that_vanishes_is_generated_again_with_the_others():
     assert (group.num_missing, group.num_asked, group.probe) == (4, 4, NO_PROBE)
 
 
-def test_a_restored_state_knows_its_probes():
-    world = world_of()
-    for slot in range(3):
-        end(world, f"0/{slot}/0", 50)  # the world restores the state now and then, and compares what it decides
-    assert world.state.view().probes is not None
-    assert world.state.view().probes.num_started == 6
-
-
 # -- a batch that is pulled begins everywhere at once
 
 

@@ -139,13 +139,6 @@ def test_a_round_waits_for_no_more_tokens_than_it_may_take():
     assert sorted(groups_of(world.rounds_of(0))) == ["0/0", "0/1"]
 
 
-@pytest.mark.parametrize("changes", [{"mini_batches": 2, "epochs": 2, "record_logprobs": True}, {"max_staleness": 1}])
-def test_a_run_whose_batches_never_have_enough_for_a_round_trains_all_of_them(changes: dict[str, Any]):
-    world = PipelineWorld.ready(core(round_tokens=4096, **changes), dp_size=2)
-    world.run_to_end()
-    assert [len(groups_of(world.rounds_of(batch))) for batch in range(4)] == [4 * changes.get("epochs", 1)] * 4
-
-
 def test_the_close_names_rows_tokens_and_the_sources_place():
     """Samples of the fake worker have 3 and 4 tokens."""
     world = PipelineWorld.ready(core())
@@ -274,18 +267,6 @@ def test_rollouts_go_on_when_the_trainer_restarts_where_it_was():
     assert world.workers[W0].to_load == WeightIdentity(epoch=2, version=1)
 
 
-def test_no_group_is_dispatched_to_weights_of_a_former_epoch():
-    world = PipelineWorld.ready(core(max_staleness=1, checkpoint_every=1))
-    finish_batch(world, 0)
-    train_all(world)
-    world.start_trainer()
-    held = set(world.workers[W0].plans)
-    finish_batch(world, 1)
-    assert set(world.workers[W0].plans) <= held
-    world.load(W0)
-    assert world.workers[W0].plans
-
-
 def test_a_trainer_older_than_the_freed_rows_ends_the_run_by_name():
     world = PipelineWorld.ready(core(checkpoint_every=1, keep_checkpoints=1))
     finish_batch(world, 0)
@@ -353,18 +334,6 @@ def test_the_log_is_kept_back_to_the_oldest_checkpoint_kept():
         kept.append({c.batch for _, c in world.state.outstanding() if isinstance(c, TrainRound)})
         world.load(W0)
     assert kept == [{0}, {1}, {2}], "what the older of two checkpoints contains is never read again"
-
-
-def test_a_trainer_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before():
-    world = PipelineWorld.ready(core(checkpoint_every=1, keep_checkpoints=2))
-    for batch in range(3):
-        finish_batch(world, batch)
-        train_all(world)
-        world.load(W0)
-    world.start_trainer(damaged=True)
-    assert world.trainer.version == 2
-    world.run_to_end()
-    assert not world.failed
 
 
 def test_a_broker_over_budget_keeps_rows_back_to_the_newest_checkpoint_only():

@@ -9,7 +9,7 @@ from orchestrator.core.model.settings import CoreSettings, ScalingSettings
 from orchestrator.core.model.workers import MAX_LOAD_ATTEMPTS, MAX_PAUSE_S
 from orchestrator.core.state import PipelineState
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.contracts.messages import LoadWeights, StepDone, Tick, WeightsLoaded, WorkerLost
+from transport.contracts.messages import LoadWeights, StepDone, Tick, WeightsLoaded
 from transport.contracts.types import UpdateMode, WeightIdentity, WorkerId
 
 W0, W1 = WorkerId("generate-0.1"), WorkerId("generate-1.1")
@@ -68,15 +68,6 @@ def test_staggered_lets_one_worker_run_dry_while_the_other_goes_on():
     assert told_to_load(world) == [W1]
     assert batches_held(world, W0) == [2, 2], "the loaded one takes the next batch; the one in turn takes none"
     assert batches_held(world, W1) == []
-
-
-def test_a_lost_worker_passes_its_turn():
-    world = world_at_first_step(UpdateMode.STAGGERED)
-    finish_all(world, W1)
-    assert told_to_load(world) == []
-    del world.workers[W0]
-    world.tell(WorkerLost(worker_id=W0, reason="killed"))
-    assert told_to_load(world) == [W1]
 
 
 def test_a_failed_load_passes_the_turn_and_comes_back():
@@ -206,17 +197,6 @@ def test_a_snapshot_of_before_there_were_pauses_gives_nobody_up():
     world.now_s += 1.0
     world.tell(Tick())
     assert W0 in told_to_load(world)
-
-
-@pytest.mark.parametrize("update", list(UpdateMode))
-def test_a_run_whose_workers_all_stood_aside_goes_on_once_they_can_load(update):
-    world = world_at_first_step(update)
-    for worker_id in (W0, W1):
-        finish_all(world, worker_id)
-    for _ in range(4):
-        for worker_id in (W0, W1):
-            asked_at(world, worker_id, 30.0)
-    world.run_to_end()
 
 
 def test_a_load_that_ends_after_it_was_given_up_on_counts():

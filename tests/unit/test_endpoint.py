@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,9 +35,23 @@ from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailu
 HELLO = {"role": "user", "content": "Hi"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
+ALL = EndpointSettings(wait_s=0.0, branches="all")
+
 
 def client(work: dict[str, Any], **changes: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(**{"base_url": work["base_url"], "api_key": work["key"], "max_retries": 0, **changes})
+
+
+@asynccontextmanager
+async def session(
+    tmp_path: Path, *answers: str, samples: Sequence[int] = (0,), max_new_tokens: int = 1000, **changes: Any
+) -> AsyncIterator[tuple[Endpoint, dict[str, Any], openai.AsyncOpenAI]]:
+    """An endpoint, the lease of one of its samples, and a client with the key of that lease."""
+    async with endpoint(tmp_path, *answers, **changes) as served:
+        served.offer(*samples, max_new_tokens=max_new_tokens)
+        work = await served.lease()
+        async with client(work) as agent:
+            yield served, work, agent
 
 
 async def say(agent: openai.AsyncOpenAI, messages: Sequence[Any], **asked: Any) -> Any:
@@ -61,9 +76,7 @@ def parts(served: Endpoint, row: Completion) -> list[tuple[SegmentKind, str]]:
 
 
 async def test_a_conversation_is_a_row_of_the_ids_that_were_sampled(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "Hello.", "Fine.") as served:
-        served.offer(2)
-        work = await served.lease()
+    async with session(tmp_path, "Hello.", "Fine.", samples=(2,)) as (served, work, agent):
         assert {name: work[name] for name in ("group", "sample", "question", "answer", "prompt")} == {
             "group": GROUP,
             "sample": 2,
@@ -71,13 +84,12 @@ async def test_a_conversation_is_a_row_of_the_ids_that_were_sampled(tmp_path: Pa
             "answer": "2",
             "prompt": "1+1=",
         }
-        async with client(work) as agent:
-            messages: list[Any] = [{"role": "system", "content": "Be brief."}, HELLO]
-            first = await say(agent, messages, temperature=0.1, max_tokens=50)
-            assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Hello.", "stop")
-            served.inner.weights = WeightIdentity(epoch=1, version=4)
-            second = await say(agent, [*messages, first.choices[0].message, {"role": "user", "content": "And you?"}])
-            assert second.choices[0].message.content == "Fine."
+        messages: list[Any] = [{"role": "system", "content": "Be brief."}, HELLO]
+        first = await say(agent, messages, temperature=0.1, max_tokens=50)
+        assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Hello.", "stop")
+        served.inner.weights = WeightIdentity(epoch=1, version=4)
+        second = await say(agent, [*messages, first.choices[0].message, {"role": "user", "content": "And you?"}])
+        assert second.choices[0].message.content == "Fine."
         row = await sealed(served, work, 0.5)
         assert (row.group_id, row.sample, row.reward, row.finish_reason) == (GROUP, 2, 0.5, FinishReason.STOP)
         assert parts(served, row) == [
@@ -101,17 +113,14 @@ async def test_a_conversation_is_a_row_of_the_ids_that_were_sampled(tmp_path: Pa
 
 async def test_calls_of_tools_are_found_continued_and_masked(tmp_path: Path) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    async with endpoint(tmp_path, f"Let me see. {call}", "2.") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            asked = await say(agent, [HELLO], tools=TOOLS)
-            choice = asked.choices[0]
-            (found,) = choice.message.tool_calls
-            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
-            assert (found.function.name, json.loads(found.function.arguments)) == ("add", {"a": 1})
-            told = {"role": "tool", "tool_call_id": found.id, "content": "2"}
-            await say(agent, [HELLO, choice.message, told], tools=TOOLS)
+    async with session(tmp_path, f"Let me see. {call}", "2.") as (served, work, agent):
+        asked = await say(agent, [HELLO], tools=TOOLS)
+        choice = asked.choices[0]
+        (found,) = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+        assert (found.function.name, json.loads(found.function.arguments)) == ("add", {"a": 1})
+        told = {"role": "tool", "tool_call_id": found.id, "content": "2"}
+        await say(agent, [HELLO, choice.message, told], tools=TOOLS)
         row = await sealed(served, work)
         assert [kind for kind, _ in parts(served, row)] == ["environment", "policy", "tool", "policy"]
         assert parts(served, row)[1][1] == f"Let me see. {call}{END}"
@@ -135,18 +144,15 @@ async def test_a_call_that_its_client_writes_anew_is_the_same_as_long_as_it_says
     tmp_path: Path, echoed: dict[str, str], branches: int
 ) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call>'
-    async with endpoint(tmp_path, call, "3.", "Yes.") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            (found,) = (await say(agent, [HELLO], tools=TOOLS)).choices[0].message.tool_calls
-            function = {"name": "add", "arguments": echoed.get("arguments", found.function.arguments)}
-            called = {"role": "assistant", "content": None, "tool_calls": [found.model_dump() | {"function": function}]}
-            if "name" in echoed:
-                called["name"] = echoed["name"]
-            told = [HELLO, called, {"role": "tool", "tool_call_id": found.id, "content": "3"}]
-            answer = (await say(agent, told, tools=TOOLS)).choices[0].message
-            await say(agent, [*told, answer, {"role": "user", "content": "Sure?"}], tools=TOOLS)
+    async with session(tmp_path, call, "3.", "Yes.") as (served, work, agent):
+        (found,) = (await say(agent, [HELLO], tools=TOOLS)).choices[0].message.tool_calls
+        function = {"name": "add", "arguments": echoed.get("arguments", found.function.arguments)}
+        called = {"role": "assistant", "content": None, "tool_calls": [found.model_dump() | {"function": function}]}
+        if "name" in echoed:
+            called["name"] = echoed["name"]
+        told = [HELLO, called, {"role": "tool", "tool_call_id": found.id, "content": "3"}]
+        answer = (await say(agent, told, tools=TOOLS)).choices[0].message
+        await say(agent, [*told, answer, {"role": "user", "content": "Sure?"}], tools=TOOLS)
         state = (await served.run.get(f"/sessions/{work['id']}")).json()
         assert state["branches"] == branches
         written = [text for kind, text in parts(served, await sealed(served, work, 1.0)) if kind == "policy"]
@@ -154,15 +160,12 @@ async def test_a_call_that_its_client_writes_anew_is_the_same_as_long_as_it_says
 
 
 async def test_names_of_messages_that_the_policy_did_not_write_are_compared(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "a", "b") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            for name in ("one", "two"):
-                shown = [HELLO, {"role": "assistant", "content": "Shown.", "name": name}, HELLO]
-                answer = (await say(agent, shown)).choices[0].message
-                assert answer.content == {"one": "a", "two": "b"}[name]
-            await say(agent, [*shown, answer, HELLO])
+    async with session(tmp_path, "a", "b") as (served, work, agent):
+        for name in ("one", "two"):
+            shown = [HELLO, {"role": "assistant", "content": "Shown.", "name": name}, HELLO]
+            answer = (await say(agent, shown)).choices[0].message
+            assert answer.content == {"one": "a", "two": "b"}[name]
+        await say(agent, [*shown, answer, HELLO])
         state = (await served.run.get(f"/sessions/{work['id']}")).json()
         assert (state["answers"], state["branches"]) == (3, 2)
 
@@ -171,13 +174,10 @@ async def test_names_of_messages_that_the_policy_did_not_write_are_compared(tmp_
 async def test_a_text_goes_on_behind_the_stop_string_that_its_ids_hold(
     tmp_path: Path, between: str, branches: int
 ) -> None:
-    async with endpoint(tmp_path, "b END c", "d") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            first = await agent.completions.create(model=MODEL, prompt="a", stop=["END"], max_tokens=9)
-            assert first.choices[0].text == "b "
-            await agent.completions.create(model=MODEL, prompt="a" + first.choices[0].text + between + "c")
+    async with session(tmp_path, "b END c", "d") as (served, work, agent):
+        first = await agent.completions.create(model=MODEL, prompt="a", stop=["END"], max_tokens=9)
+        assert first.choices[0].text == "b "
+        await agent.completions.create(model=MODEL, prompt="a" + first.choices[0].text + between + "c")
         assert (await served.run.get(f"/sessions/{work['id']}")).json()["branches"] == branches
 
 
@@ -191,24 +191,21 @@ async def test_a_tool_call_that_is_no_json_stays_text(tmp_path: Path, text: str)
 
 
 async def test_streams_logprobs_stops_and_ids(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "one two three", "abc END def", "x") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            chunks = [
-                chunk async for chunk in await say(agent, [HELLO], stream=True, stream_options={"include_usage": True})
-            ]
-            text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
-            assert (text, chunks[-1].usage.completion_tokens) == ("one two three", 14)
-            stopped = await say(agent, [{"role": "user", "content": "b"}], stop=["END"], logprobs=True)
-            assert stopped.choices[0].message.content == "abc "
-            assert len(stopped.choices[0].logprobs.content) == len("abc END")
-            plain = await agent.completions.create(
-                model=MODEL, prompt="Say", logprobs=0, extra_body={"return_token_ids": True}
-            )
-            assert plain.choices[0].text == "x"
-            assert plain.choices[0].logprobs.token_logprobs == [-1 / 64, -2 / 64]
-            assert plain.model_extra["prompt_token_ids"] == served.inner.requests[-1].prompt_ids.tolist()
+    async with session(tmp_path, "one two three", "abc END def", "x") as (served, _, agent):
+        chunks = [
+            chunk async for chunk in await say(agent, [HELLO], stream=True, stream_options={"include_usage": True})
+        ]
+        text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+        assert (text, chunks[-1].usage.completion_tokens) == ("one two three", 14)
+        stopped = await say(agent, [{"role": "user", "content": "b"}], stop=["END"], logprobs=True)
+        assert stopped.choices[0].message.content == "abc "
+        assert len(stopped.choices[0].logprobs.content) == len("abc END")
+        plain = await agent.completions.create(
+            model=MODEL, prompt="Say", logprobs=0, extra_body={"return_token_ids": True}
+        )
+        assert plain.choices[0].text == "x"
+        assert plain.choices[0].logprobs.token_logprobs == [-1 / 64, -2 / 64]
+        assert plain.model_extra["prompt_token_ids"] == served.inner.requests[-1].prompt_ids.tolist()
 
 
 async def asked_to_tell(served: Endpoint) -> OnTokens:
@@ -220,44 +217,38 @@ async def asked_to_tell(served: Endpoint) -> OnTokens:
 
 
 async def test_a_stream_brings_tokens_while_the_engine_draws_them(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "one two") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            served.inner.held.clear()
-            asking = asyncio.create_task(say(agent, [HELLO], stream=True, logprobs=True))
-            async with asyncio.timeout(30):
-                tell = await asked_to_tell(served)
-                ids = served.inner.tokenizer("one two", add_special_tokens=False)["input_ids"]
-                tell(0, ids[:3], [-0.5] * 3)
-                chunks = aiter(await asking)
-                heard = [await anext(chunks), await anext(chunks)]
-                assert [one.choices[0].delta.content for one in heard] == ["", "one"]
-                assert [one.logprob for one in heard[1].choices[0].logprobs.content] == [-0.5] * 3
-                tell(0, ids[:5], [-0.5] * 5)  # computed again, and the same so far
-                assert (await anext(chunks)).choices[0].delta.content == " t"
-                served.inner.release()
-                rest = [one async for one in chunks]
-            assert "".join(one.choices[0].delta.content or "" for one in rest) == "wo"
-            assert sum(len(one.choices[0].logprobs.content) for one in rest if one.choices[0].logprobs) == 3
-            assert rest[-1].choices[0].finish_reason == "stop"
+    async with session(tmp_path, "one two") as (served, work, agent):
+        served.inner.held.clear()
+        asking = asyncio.create_task(say(agent, [HELLO], stream=True, logprobs=True))
+        async with asyncio.timeout(30):
+            tell = await asked_to_tell(served)
+            ids = served.inner.tokenizer("one two", add_special_tokens=False)["input_ids"]
+            tell(0, ids[:3], [-0.5] * 3)
+            chunks = aiter(await asking)
+            heard = [await anext(chunks), await anext(chunks)]
+            assert [one.choices[0].delta.content for one in heard] == ["", "one"]
+            assert [one.logprob for one in heard[1].choices[0].logprobs.content] == [-0.5] * 3
+            tell(0, ids[:5], [-0.5] * 5)  # computed again, and the same so far
+            assert (await anext(chunks)).choices[0].delta.content == " t"
+            served.inner.release()
+            rest = [one async for one in chunks]
+        assert "".join(one.choices[0].delta.content or "" for one in rest) == "wo"
+        assert sum(len(one.choices[0].logprobs.content) for one in rest if one.choices[0].logprobs) == 3
+        assert rest[-1].choices[0].finish_reason == "stop"
         row = await sealed(served, work, reward=1.0)
         assert row.response_ids[-8:].tolist() == [*ids, served.inner.tokenizer.eos_token_id]
 
 
 async def test_an_answer_that_began_anew_ends_its_stream_by_name_and_is_no_part_of_the_sample(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "one") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            served.inner.held.clear()
-            asking = asyncio.create_task(say(agent, [HELLO], stream=True))
-            async with asyncio.timeout(30):
-                tell = await asked_to_tell(served)
-                tell(0, [7, 8], [-0.5, -0.5])
-                served.inner.release()
-                with pytest.raises(openai.APIError, match="began the answer anew"):
-                    [one async for one in await asking]
+    async with session(tmp_path, "one") as (served, work, agent):
+        served.inner.held.clear()
+        asking = asyncio.create_task(say(agent, [HELLO], stream=True))
+        async with asyncio.timeout(30):
+            tell = await asked_to_tell(served)
+            tell(0, [7, 8], [-0.5, -0.5])
+            served.inner.release()
+            with pytest.raises(openai.APIError, match="began the answer anew"):
+                [one async for one in await asking]
         state = (await served.run.get(f"/sessions/{work['id']}")).json()
         assert state["answers"] == 0
 
@@ -280,12 +271,9 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_calls_its_turn_off
 
 
 async def test_text_goes_on_where_it_ended(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "b", "d") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            first = await agent.completions.create(model=MODEL, prompt="a", max_tokens=1)
-            await agent.completions.create(model=MODEL, prompt="a" + first.choices[0].text + "c")
+    async with session(tmp_path, "b", "d") as (served, work, agent):
+        first = await agent.completions.create(model=MODEL, prompt="a", max_tokens=1)
+        await agent.completions.create(model=MODEL, prompt="a" + first.choices[0].text + "c")
         row = await sealed(served, work, 1.0)
         assert parts(served, row) == [
             (SegmentKind.ENVIRONMENT, "a"),
@@ -296,14 +284,11 @@ async def test_text_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 
 async def test_forks_and_edited_history_are_branches_and_the_longest_is_trained(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "first", "a", "a longer one", "edited") as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            first = (await say(agent, [HELLO])).choices[0].message
-            await say(agent, [HELLO, first, {"role": "user", "content": "x"}])
-            await say(agent, [HELLO, first, {"role": "user", "content": "y"}])
-            await say(agent, [HELLO, {"role": "assistant", "content": "another"}, {"role": "user", "content": "z"}])
+    async with session(tmp_path, "first", "a", "a longer one", "edited") as (served, work, agent):
+        first = (await say(agent, [HELLO])).choices[0].message
+        await say(agent, [HELLO, first, {"role": "user", "content": "x"}])
+        await say(agent, [HELLO, first, {"role": "user", "content": "y"}])
+        await say(agent, [HELLO, {"role": "assistant", "content": "another"}, {"role": "user", "content": "z"}])
         state = (await served.run.get(f"/sessions/{work['id']}")).json()
         assert (state["branches"], state["dropped_tokens"]) == (3, len("a") + len("edited") + 2)
         row = await sealed(served, work)
@@ -311,13 +296,10 @@ async def test_forks_and_edited_history_are_branches_and_the_longest_is_trained(
 
 
 async def test_all_branches_are_one_row_where_the_settings_say_so(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "first", "a", "bb", settings=EndpointSettings(wait_s=0.0, branches="all")) as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            first = (await say(agent, [HELLO])).choices[0].message
-            await say(agent, [HELLO, first, {"role": "user", "content": "x"}])
-            await say(agent, [HELLO, {"role": "assistant", "content": "another"}, {"role": "user", "content": "z"}])
+    async with session(tmp_path, "first", "a", "bb", settings=ALL) as (served, work, agent):
+        first = (await say(agent, [HELLO])).choices[0].message
+        await say(agent, [HELLO, first, {"role": "user", "content": "x"}])
+        await say(agent, [HELLO, {"role": "assistant", "content": "another"}, {"role": "user", "content": "z"}])
         state = (await served.run.get(f"/sessions/{work['id']}")).json()
         assert (state["branches"], state["policy_tokens"], state["dropped_tokens"]) == (2, 6 + 2 + 3, 0)
         row = await sealed(served, work, reward=0.5)
@@ -329,14 +311,10 @@ async def test_all_branches_are_one_row_where_the_settings_say_so(tmp_path: Path
 
 
 async def test_branches_that_have_no_room_together_are_dropped_and_counted(tmp_path: Path) -> None:
-    async with endpoint(
-        tmp_path, "short", "a longer one", settings=EndpointSettings(wait_s=0.0, branches="all")
-    ) as served:
-        served.offer(max_new_tokens=50)
-        work = await served.lease()
-        async with client(work) as agent:
-            await say(agent, [HELLO])
-            await say(agent, [{"role": "user", "content": "Yo"}])
+    answers = ("short", "a longer one")
+    async with session(tmp_path, *answers, settings=ALL, max_new_tokens=50) as (served, work, agent):
+        await say(agent, [HELLO])
+        await say(agent, [{"role": "user", "content": "Yo"}])
         state = (await served.run.get(f"/sessions/{work['id']}")).json()
         assert (state["branches"], state["dropped_tokens"]) == (2, len("short") + 1)
         row = await sealed(served, work, reward=0.5)
@@ -391,17 +369,14 @@ async def until_leased(served: Endpoint) -> dict[str, Any]:
 
 
 async def test_a_session_that_never_ends_is_taken_back_also_in_the_middle_of_a_turn(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, settings=EndpointSettings(wait_s=60.0, max_session_s=100.0)) as served:
-        served.offer()
-        work = await served.lease()
+    async with session(tmp_path, settings=EndpointSettings(wait_s=60.0, max_session_s=100.0)) as (served, _, agent):
         served.inner.held.clear()
-        async with client(work) as agent:
-            asking = asyncio.create_task(say(agent, [HELLO]))
-            await served.inner.asked.wait()
-            served.clock.advance(101)
-            with pytest.raises(openai.APIStatusError, match="did not end it within 100 s") as ended:
-                await asking
-            assert ended.value.status_code == 410
+        asking = asyncio.create_task(say(agent, [HELLO]))
+        await served.inner.asked.wait()
+        served.clock.advance(101)
+        with pytest.raises(openai.APIStatusError, match="did not end it within 100 s") as ended:
+            await asking
+        assert ended.value.status_code == 410
         assert (await until_leased(served))["lease"] == 2
 
 
@@ -483,11 +458,8 @@ async def test_a_session_that_ends_while_others_are_stopped_comes_out_once(tmp_p
 
 
 async def test_two_ends_whose_bodies_come_late_are_answered_alike(tmp_path: Path) -> None:
-    async with endpoint(tmp_path) as served:
-        served.offer()
-        work = await served.lease()
-        async with client(work) as agent:
-            await say(agent, [HELLO])
+    async with session(tmp_path) as (served, work, agent):
+        await say(agent, [HELLO])
         address, body = urlsplit(work["base_url"]), b'{"reward": 1}'
         head = f"POST {address.path}/sessions/{work['id']}/end HTTP/1.1\r\nhost: {address.netloc}\r\n"
         head += f"authorization: Bearer {KEY}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -590,9 +562,7 @@ async def test_half_a_request_and_unknown_keys_are_answered(tmp_path: Path) -> N
 
 
 async def test_a_request_that_breaks_off_in_its_body_asks_nothing_and_its_session_goes_on(tmp_path: Path) -> None:
-    async with endpoint(tmp_path) as served:
-        served.offer()
-        work = await served.lease()
+    async with session(tmp_path) as (served, work, agent):
         address = urlsplit(work["base_url"])
         _, writer = await asyncio.open_connection(address.hostname, address.port)
         body = json.dumps({"model": MODEL, "messages": [HELLO]}).encode()
@@ -602,60 +572,50 @@ async def test_a_request_that_breaks_off_in_its_body_asks_nothing_and_its_sessio
         await writer.drain()
         writer.close()
         await writer.wait_closed()
-        async with client(work) as agent:
-            assert (await say(agent, [HELLO])).choices[0].message.content == "ok"
+        assert (await say(agent, [HELLO])).choices[0].message.content == "ok"
         assert len(served.inner.requests) == 1
 
 
 async def test_a_client_that_hangs_up_calls_its_turn_off(tmp_path: Path) -> None:
-    async with endpoint(tmp_path) as served:
-        served.offer()
-        work = await served.lease()
+    async with session(tmp_path) as (served, work, agent):
         served.inner.held.clear()
-        async with client(work, timeout=0.5) as agent:
+        async with client(work, timeout=0.5) as hasty:
             with pytest.raises(openai.APITimeoutError):
-                await say(agent, [HELLO])
+                await say(hasty, [HELLO])
         async with asyncio.timeout(30):
             await served.inner.called_off.wait()
         assert (await served.run.get(f"/sessions/{work['id']}")).json()["answers"] == 0
         served.inner.held.set()
-        async with client(work) as agent:
-            await say(agent, [HELLO])
+        await say(agent, [HELLO])
         assert (await sealed(served, work)).segments[-1].kind is SegmentKind.POLICY
 
 
 async def test_a_session_may_ask_in_parallel_up_to_a_limit(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, settings=EndpointSettings(wait_s=0.0, max_turns=10)) as served:
-        served.offer()
-        work = await served.lease()
+    async with session(tmp_path, settings=EndpointSettings(wait_s=0.0, max_turns=10)) as (served, _, agent):
         served.inner.held.clear()
-        async with client(work) as agent:
-            asking = [asyncio.create_task(say(agent, [HELLO])) for _ in range(12)]
-            async with asyncio.timeout(30):
-                for over in itertools.islice(asyncio.as_completed(asking), 4):
-                    with pytest.raises(openai.RateLimitError, match="8 requests of the session are under way"):
-                        await over
-            served.inner.held.set()
-            served.inner.release()
-            await asyncio.gather(*asking, return_exceptions=True)
-            seeds = [request.sampling.seed for request in served.inner.requests]
-            assert len(set(seeds)) == len(seeds) == 8, "no two of them draw alike"
+        asking = [asyncio.create_task(say(agent, [HELLO])) for _ in range(12)]
+        async with asyncio.timeout(30):
+            for over in itertools.islice(asyncio.as_completed(asking), 4):
+                with pytest.raises(openai.RateLimitError, match="8 requests of the session are under way"):
+                    await over
+        served.inner.held.set()
+        served.inner.release()
+        await asyncio.gather(*asking, return_exceptions=True)
+        seeds = [request.sampling.seed for request in served.inner.requests]
+        assert len(set(seeds)) == len(seeds) == 8, "no two of them draw alike"
+        await say(agent, [HELLO])
+        await say(agent, [HELLO])
+        with pytest.raises(openai.BadRequestError, match=r"may have 10 answers \(endpoint\.max_turns\)"):
             await say(agent, [HELLO])
-            await say(agent, [HELLO])
-            with pytest.raises(openai.BadRequestError, match=r"may have 10 answers \(endpoint\.max_turns\)"):
-                await say(agent, [HELLO])
 
 
 async def test_a_conversation_longer_than_its_sample_ends_for_its_length(tmp_path: Path) -> None:
-    async with endpoint(tmp_path, "x" * 500) as served:
-        served.offer(max_new_tokens=60)
-        work = await served.lease()
-        async with client(work) as agent:
-            first = (await say(agent, [HELLO])).choices[0]
-            assert first.finish_reason == "length"
-            with pytest.raises(openai.BadRequestError, match="a conversation may have 60") as refused:
-                await say(agent, [HELLO, first.message, HELLO])
-            assert refused.value.code == "context_length_exceeded"
+    async with session(tmp_path, "x" * 500, max_new_tokens=60) as (served, work, agent):
+        first = (await say(agent, [HELLO])).choices[0]
+        assert first.finish_reason == "length"
+        with pytest.raises(openai.BadRequestError, match="a conversation may have 60") as refused:
+            await say(agent, [HELLO, first.message, HELLO])
+        assert refused.value.code == "context_length_exceeded"
         row = await sealed(served, work)
         assert (len(row.response_ids), row.finish_reason) == (60, FinishReason.LENGTH)
 

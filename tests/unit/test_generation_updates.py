@@ -33,8 +33,7 @@ from workers.weights import updates as updates_module
 
 async def test_weights_are_pulled_loaded_and_told():
     async with running() as world:
-        await world.manifest(V1)
-        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.manifest(V1, load=True)
         (loaded,) = await world.events(1)
         assert isinstance(loaded, WeightsLoaded)
         assert loaded.weights == V1
@@ -68,8 +67,7 @@ async def test_a_load_hurries_what_it_waits_for_and_nothing_after_it(monkeypatch
 
 async def test_the_newest_version_is_brought_in_while_the_old_one_serves():
     async with running() as world:
-        await world.manifest(V1)
-        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.manifest(V1, load=True)
         await world.events(1)
         for weights in (V2, V3):
             await world.manifest(weights)
@@ -194,8 +192,7 @@ async def test_nobody_waits_for_a_manifest_that_a_newer_one_has_overtaken():
     async with running() as world:
         await world.command(LoadWeights(worker_id=ME, weights=V1))
         await world.events(2, of=WorkerReported)
-        await world.manifest(V2)
-        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        await world.manifest(V2, load=True)
         failed, loaded = await world.events(2)
         assert isinstance(failed, WeightsFailed)
         assert "no manifest of e1v1, only of newer ones" in failed.reason
@@ -206,8 +203,7 @@ async def test_nobody_waits_for_a_manifest_that_a_newer_one_has_overtaken():
 @pytest.mark.parametrize("where", ["puller", "engine"])
 async def test_weights_that_do_not_load_are_told_and_the_old_ones_stay(where):
     async with running() as world:
-        await world.manifest(V1)
-        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.manifest(V1, load=True)
         await world.events(1)
         if where == "puller":
             world.puller.error = ChecksumError("bytes of w are wrong")
@@ -229,8 +225,7 @@ async def test_weights_that_do_not_load_are_told_and_the_old_ones_stay(where):
 async def test_of_several_loads_at_once_only_the_last_is_taken():
     world = World(4)
     for weights in (V1, V2):
-        await world.manifest(weights)
-        await world.command(LoadWeights(worker_id=ME, weights=weights))
+        await world.manifest(weights, load=True)
     task = asyncio.create_task(world.worker.run())
     (loaded,) = await world.events(1)
     assert loaded.weights == V2
@@ -242,8 +237,7 @@ async def test_of_several_loads_at_once_only_the_last_is_taken():
 async def test_an_unreadable_command_is_skipped():
     async with running() as world:
         await world.broker.append(keys.control(ME), Entry(payload=b"\xc1"))
-        await world.manifest(V1)
-        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.manifest(V1, load=True)
         assert isinstance((await world.events(1))[0], WeightsLoaded)
 
 
@@ -254,8 +248,7 @@ async def test_an_unreachable_source_leaves_the_worker_at_work():
         await world.command(LoadWeights(worker_id=ME, weights=V1))
         (failed,) = await world.events(1)
         assert "gone" in failed.reason
-        await world.plan(0)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0)
         world.engine.finish(request, 0)
         assert isinstance((await world.events(1))[0], RolloutFinished)
 

@@ -41,8 +41,7 @@ from workers.generation.worker import group_seed, partial_tokens
 
 async def test_a_plan_becomes_a_request():
     async with running() as world:
-        await world.plan(0, priority=7.0)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0, priority=7.0)
     assert request.key == ("3/0", 0)
     assert request.prompt_ids.tolist() == PROMPT.tolist()
     assert (tuple(request.samples), request.priority) == ((0, 1), 7.0)
@@ -54,8 +53,7 @@ async def test_a_plan_becomes_a_request():
 
 async def test_a_held_out_problem_is_answered_greedily():
     async with running() as world:
-        await world.plan(0, samples=(0,), group=evaluation_id(1, 0))
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0, samples=(0,), group=evaluation_id(1, 0))
     assert request.key == ("eval1/0", 0)
     assert (request.sampling.max_new_tokens, request.sampling.temperature) == (9, 0.0)
 
@@ -63,8 +61,7 @@ async def test_a_held_out_problem_is_answered_greedily():
 async def test_a_problem_of_a_set_is_sampled_as_its_plan_says():
     async with running() as world:
         sampling = SamplingParams(max_new_tokens=5, temperature=0.3, top_p=0.9)
-        await world.plan(0, samples=(0,), group=evaluation_id(1, 0), sampling=sampling)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0, samples=(0,), group=evaluation_id(1, 0), sampling=sampling)
     asked = request.sampling
     assert (asked.max_new_tokens, asked.temperature, asked.top_p) == (5, 0.3, 0.9)
 
@@ -72,8 +69,7 @@ async def test_a_problem_of_a_set_is_sampled_as_its_plan_says():
 async def test_forced_lengths_are_limits_that_no_stop_token_ends():
     forced = ForcedLengths(range(1, 9), groups_per_batch=1, group_size=2)
     async with running(lengths=forced) as world:
-        await world.plan(0, samples=(1,))
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0, samples=(1,))
     assert (request.limits, request.limit(1), request.sampling.ignore_eos) == ((8,), 8, True)
 
 
@@ -102,8 +98,7 @@ async def test_given_responses_are_written_and_the_engine_is_not_asked():
 
 async def test_held_out_problems_are_still_answered_by_the_engine():
     async with running(given=given()) as world:
-        await world.plan(0, samples=(0,), group=evaluation_id(1, 0))
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0, samples=(0,), group=evaluation_id(1, 0))
     assert request.key == ("eval1/0", 0)
 
 
@@ -154,8 +149,7 @@ async def test_each_sample_is_a_row_at_once_and_the_last_one_acknowledges_the_pl
 async def test_a_row_says_who_chose_its_tokens():
     segments = (Segment(kind=SegmentKind.POLICY, end=1), Segment(kind=SegmentKind.TOOL, end=2))
     async with running() as world:
-        await world.plan(0)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0)
         world.engine.finish(request, 1, segments=segments)
         world.engine.finish(request, 0)
         mixed, plain = await world.events(2)
@@ -197,8 +191,7 @@ async def test_plans_are_claimed_only_while_there_is_room_for_another_group():
 
 async def test_a_failure_is_told_and_acknowledged_with_the_last_sample():
     async with running() as world:
-        await world.plan(0)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0)
         world.engine.fail(request, (1,), retryable=False)
         (failed,) = await world.events(1)
         assert (failed.group_id, failed.samples, failed.reason, failed.retryable) == ("3/0", (1,), "out of luck", False)
@@ -230,8 +223,7 @@ async def test_a_plan_that_cannot_be_read_is_dead_lettered_and_the_next_one_runs
 
 async def test_aborted_samples_are_not_written_and_their_plan_is_acknowledged():
     async with running() as world:
-        await world.plan(0)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0)
         world.engine.finish(request, 0)
         await world.events(1)
         await world.command(AbortRollouts(worker_id=ME, group_ids=(group_id(3, 0),), reason="stale", attempts=(0,)))
@@ -298,8 +290,7 @@ async def test_leases_are_renewed_while_the_engine_works():
 
 async def test_a_plan_whose_lease_went_to_another_is_dropped():
     async with running() as world:
-        await world.plan(0)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0)
         taken, _ = await world.broker.reclaim(keys.plans(ME), "thief", idle_s=0.0, max_deliveries=9, count=9)
         assert len(taken) == 1
         while not world.engine.aborted:
@@ -357,8 +348,7 @@ def beginnings_of(world, before):
 
 async def test_what_running_samples_get_is_on_the_log_of_their_group_and_reported_when_it_is_news():
     async with running(partial_s=0.01) as world:
-        await world.plan(0)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0)
         world.engine.got = [got(request, 1, 0, 2)]
         ((group,),) = await kept(world, 1)
         assert (group.group_id, group.attempt) == ("3/0", 0)
@@ -426,16 +416,14 @@ async def test_what_the_log_has_under_other_weights_is_not_gone_on_from():
 
 async def test_a_worker_that_is_told_to_leave_keeps_what_it_has():
     async with running(partial_s=1000.0) as world:
-        await world.plan(0)
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0)
         world.engine.got = [got(request, 0, 0, 4)]
     assert len((await beginnings_of(world, 1))[0]) == 4
 
 
 async def test_how_far_a_sample_is_that_runs_before_its_others_is_told_as_it_grows():
     async with running(partial_s=0.01) as world:
-        await world.plan(0, samples=(0,))
-        (request,) = await world.engine.wait_submitted(1)
+        request = await world.asked(0, samples=(0,))
         told = []
         for start, tokens in [(0, 8), (8, 1), (9, 3)]:
             world.engine.got = [got(request, 0, start, tokens)]

@@ -64,29 +64,10 @@ def test_a_tenth_of_a_file_may_be_no_length_and_not_more(tmp_path):
         read_lengths(write(tmp_path / "b.txt", "0\n" + "8\n" * 8))
 
 
-def test_a_log_of_a_ranker_may_hold_zeros_nulls_and_a_line_that_was_cut(tmp_path):
-    said: list[str] = []
-    odd = ['{"prompt": "z", "length": 0}', '{"prompt": "n", "length": null}', '{"prompt": "cut", "len']
-    good = [json.dumps({"prompt": f"p{number}", "length": 7}) for number in range(27)]
-    path = write(tmp_path / "log.jsonl", "\n".join([*good, *odd]))
-    assert read_lengths(path, say=said.append) == [(7,)] * 27
-    assert "3 of 30 values are no lengths" in said[0]
-    assert "log.jsonl:28: " in said[0]
-
-
 def test_a_run_is_forced_to_the_lengths_that_are_some(tmp_path):
     path = write(tmp_path / "lengths.txt", "0\n" + "12\n" * 20)
     check_workers_inputs(Settings(generation=GenerationSettings(lengths=str(path))))
     assert lengths_of_workers(path, lambda _: None) == [12] * 20
-
-
-@pytest.mark.parametrize("bad", ["0", "-5", "NaN", "2.5", "[]", '"7"'])
-def test_so_it_is_in_a_log(tmp_path, bad):
-    path = write(
-        tmp_path / "log.jsonl", '{"prompt": "a", "output_tokens": 3}\n' + f'{{"prompt": "b", "length": {bad}}}'
-    )
-    with pytest.raises(DataError, match=r"log\.jsonl"):
-        read_lengths(path)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])

@@ -28,18 +28,6 @@ def simulated_s(setting: Setting, found: Overheads = NO_OVERHEADS) -> float:
     return fmean(predicted(setting, settings, found, None))
 
 
-def test_there_are_enough_settings_and_none_of_them_calibrates():
-    real = [one for one in SETTINGS if one.engine == "embedded"]
-    assert len([one for one in SETTINGS if one.engine == "emulated"]) >= 8
-    assert len(real) >= 6
-    assert len({one.model for one in real}) == 2
-    assert {one.workers for one in real} == {1, 2}
-    assert any(one.transfer_s for one in real)
-    assert any(one.kv_tokens for one in real)
-    assert len(set(SETTINGS)) == len(SETTINGS)
-    assert not set(CALIBRATION.values()) & set(SETTINGS)
-
-
 @pytest.mark.parametrize("setting", [*SETTINGS, *CALIBRATION.values()], ids=lambda setting: setting.name)
 def test_every_setting_is_one_that_a_run_takes(setting: Setting):
     settings = resolve("tiny", [], setting.overrides(Path(".")), {}).settings
@@ -68,20 +56,3 @@ def test_memory_that_holds_a_third_of_the_slots_is_reckoned_with():
 def test_neither_the_first_batches_nor_one_that_was_held_up_count():
     assert iterations_s([5.0, 9.0, 10.0, 12.0]) == [1.0, 2.0]
     assert off_by([1.1, 2.2, 1.1], [1.0, 2.0, 9.0]) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[5]], ids=lambda setting: setting.mode)
-def test_a_prediction_follows_its_setting(setting: Setting):
-    longer = Setting(
-        engine="emulated",
-        mode=setting.mode,
-        workers=setting.workers,
-        slots=setting.slots,
-        mean=2 * setting.mean,
-        sigma=setting.sigma,
-    )
-    slower = Overheads(dispatch_s=0.0, scoring_s=1.0, load_s=0.5, publish_s=0.5)
-    alone = simulated_s(setting)
-    assert simulated_s(setting) == alone
-    assert simulated_s(longer) > 1.2 * alone
-    assert simulated_s(setting, slower) > alone

@@ -26,28 +26,20 @@ def broker(server: MemoryServer) -> MemoryBroker:
     return MemoryBroker(server, RunName("r"))
 
 
-async def test_failing_before_the_effect(server: MemoryServer, broker: MemoryBroker) -> None:
-    server.fail_next(2)
+@pytest.mark.parametrize("after_effect", [False, True])
+async def test_calls_fail_before_or_after_their_effect(
+    server: MemoryServer, broker: MemoryBroker, after_effect: bool
+) -> None:
+    server.fail_next(2, after_effect=after_effect)
     for _ in range(2):
         with pytest.raises(BrokerUnavailableError):
             await broker.append("log", HELLO)
-    assert await broker.length("log") == 0
-
-
-async def test_failing_after_the_effect(server: MemoryServer, broker: MemoryBroker) -> None:
-    server.fail_next(after_effect=True)
-    with pytest.raises(BrokerUnavailableError):
-        await broker.append("log", HELLO)
-    assert await broker.length("log") == 1
-
-
-async def test_down(server: MemoryServer, broker: MemoryBroker) -> None:
-    await broker.append("log", HELLO)
+    assert await broker.length("log") == 2 * after_effect
     server.down = True
     with pytest.raises(BrokerUnavailableError):
-        await broker.read("log", ZERO_ID, count=1)
+        await broker.append("log", HELLO)
     server.down = False
-    assert len(await broker.read("log", ZERO_ID, count=1)) == 1
+    assert await broker.length("log") == 2 * after_effect
 
 
 async def test_restart_that_lost_its_tail(server: MemoryServer, broker: MemoryBroker) -> None:

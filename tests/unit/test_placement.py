@@ -236,14 +236,6 @@ def lines_of(placed: PlacedGpus) -> list[str]:
                 *(f"GPU {gpu}  H100, 80 GiB  idle" for gpu in range(3, 8)),
             ],
         ),
-        (
-            16,
-            [],
-            [
-                *(f"GPU {gpu}  H100, 80 GiB  train-{gpu}" for gpu in range(8)),
-                *(f"GPU {gpu}  H100, 80 GiB  generate-{gpu - 8}" for gpu in range(8, 16)),
-            ],
-        ),
     ],
 )
 def test_a_dry_run_shows_who_computes_where(

@@ -10,7 +10,8 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Mapping
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def calls(programs: Path, name: str) -> list[str]:
 def slurm_launcher(tmp_path: Path, *overrides: str, environ: Mapping[str, str] | None = None) -> SlurmLauncher:
     settings = configured("launcher.kind=slurm", *overrides).settings
     return SlurmLauncher(settings, tmp_path / "mine", {"generate-1", "train-0"}, environ or {})
+
+
+@contextlib.asynccontextmanager
+async def waiting(programs: Path, tmp_path: Path, squeue: str) -> AsyncIterator[tuple[SlurmLauncher, Process]]:
+    """A worker whose job stands in the queue, which answers as ``squeue`` says."""
+    answers(programs, "srun", "exec sleep 30")
+    answers(programs, "squeue", squeue)
+    launcher = slurm_launcher(tmp_path)
+    process = await launcher.start(WORKER, tmp_path / "log")
+    try:
+        yield launcher, process
+    finally:
+        os.kill(process.pid, 9)
+        await process.wait()
 
 
 async def test_a_worker_is_a_job_of_slurm_and_its_secrets_stand_on_no_command_line(slurm: Path, tmp_path: Path):
@@ -105,28 +120,18 @@ async def test_a_lost_node_is_no_clean_exit_though_srun_says_so(slurm: Path, tmp
 
 
 async def test_what_is_pending_has_the_schedulers_reason(slurm: Path, tmp_path: Path):
-    answers(slurm, "srun", "exec sleep 30")
-    answers(slurm, "squeue", "echo '12|streamrl/mine/generate-1|Resources'; echo '13|other|Priority'")
-    launcher = slurm_launcher(tmp_path)
-    process = await launcher.start(WORKER, tmp_path / "log")
-    try:
+    squeue = "echo '12|streamrl/mine/generate-1|Resources'; echo '13|other|Priority'"
+    async with waiting(slurm, tmp_path, squeue) as (launcher, _):
         assert await launcher.pending() == {"generate-1": "Slurm job 12: Resources"}
         answers(slurm, "squeue", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
         assert "Unable to contact" in (await launcher.pending())["generate-1"]
-    finally:
-        os.kill(process.pid, 9)
-        await process.wait()
     assert await launcher.pending() == {}
 
 
 async def test_a_controller_that_answers_late_is_named_and_its_worker_goes_on(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    answers(slurm, "srun", "exec sleep 30")
-    answers(slurm, "squeue", "exec sleep 30")
-    launcher = slurm_launcher(tmp_path)
-    process = await launcher.start(WORKER, tmp_path / "log")
-    try:
+    async with waiting(slurm, tmp_path, "exec sleep 30") as (launcher, process):
         with monkeypatch.context() as impatient:
             impatient.setattr(slurm_launchers, "ANSWER_S", 0.2)
             said = await launcher.pending()
@@ -136,24 +141,14 @@ async def test_a_controller_that_answers_late_is_named_and_its_worker_goes_on(
             slurm, "squeue", "echo '12|streamrl/mine/generate-1|Priority'; echo '12|streamrl/mine/generate-1|Priority'"
         )
         assert await launcher.pending() == {"generate-1": "Slurm job 12: Priority"}, "said twice, it is one"
-    finally:
-        os.kill(process.pid, 9)
-        await process.wait()
 
 
 @pytest.mark.parametrize(
     "reason", ["AssocGrpCpuLimit", "QOSMaxJobsPerUserLimit", "ReqNodeNotAvail, UnavailableNodes:n3"], ids=str.lower
 )
 async def test_a_quota_or_a_node_that_is_away_is_said_as_slurm_says_it(slurm: Path, tmp_path: Path, reason: str):
-    answers(slurm, "srun", "exec sleep 30")
-    answers(slurm, "squeue", f"echo '12|streamrl/mine/generate-1|{reason}'")
-    launcher = slurm_launcher(tmp_path)
-    process = await launcher.start(WORKER, tmp_path / "log")
-    try:
+    async with waiting(slurm, tmp_path, f"echo '12|streamrl/mine/generate-1|{reason}'") as (launcher, _):
         assert await launcher.pending() == {"generate-1": f"Slurm job 12: {reason}"}
-    finally:
-        os.kill(process.pid, 9)
-        await process.wait()
 
 
 @pytest.mark.parametrize(

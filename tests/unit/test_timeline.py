@@ -13,7 +13,7 @@ from matplotlib.colors import same_color
 
 from orchestrator.config.run_directory import journal_of
 from orchestrator.errors import ConfigError
-from orchestrator.journal import Journal, JournalError
+from orchestrator.journal import Journal
 from orchestrator.observability.report import pages
 from orchestrator.observability.report.drawing import (
     BAND,
@@ -313,27 +313,6 @@ def test_the_command_writes_what_was_asked_for(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["timeline.svg", "trace.json"]
 
 
-def test_a_torn_journal_is_drawn_as_far_as_it_goes_and_left_as_it_is(tmp_path: Path):
-    segment = written_journal(tmp_path)
-    torn = segment.read_bytes()[:-3]
-    segment.write_bytes(torn)
-    assert build_timeline(newest_records(journal_of(tmp_path))).end_s == 10.0
-    assert segment.read_bytes() == torn
-
-
-def test_damage_in_the_middle_of_history_is_named(tmp_path: Path):
-    segment = written_journal(tmp_path)
-    segment.write_bytes(segment.read_bytes()[:-3])
-    (tmp_path / "journal" / "segment-000000000012.log").write_bytes(b"")
-    with pytest.raises(JournalError):
-        build_timeline(newest_records(journal_of(tmp_path)))
-
-
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no run"):
         build_timeline(newest_records(journal_of(tmp_path)))
-
-
-def test_every_event_of_the_trace_names_its_place():
-    for event in trace_events(build_timeline(RUN)):
-        assert {"ph", "pid", "tid", "name"} <= event.keys()
