@@ -130,6 +130,15 @@ def test_a_prompt_that_kills_its_workers_late_is_given_up_too():
     assert world.outcomes[G0].outcome == "dead"
 
 
+def test_a_row_counts_once_whoever_repeats_it():
+    world = ready_world(core())
+    world.finish_sample(W0, G0)
+    told = next(event for event in reversed(world.told) if isinstance(event, RolloutFinished))
+    before = world.state.view()
+    assert world.tell(told) == []
+    assert world.state.view().in_flight_samples == before.in_flight_samples
+
+
 def test_a_report_without_a_claimed_group_shows_that_it_was_lost():
     world = ready_world(core(groups_per_batch=1))
     cursor = world.workers[W0].cursor
@@ -255,6 +264,14 @@ def test_no_data_at_all_ends_the_run():
     world = ready_world(core(), prompts=0)
     world.run_to_end()
     assert (world.finished, world.closes()) == ("the data ended", [])
+
+
+def test_an_owed_replacement_is_forgiven_when_the_data_have_ended():
+    world = ready_world(core(drop_no_signal=True, num_batches=1), prompts=2)
+    finish_group(world, W0, G0)
+    world.score(signal=False)
+    world.run_to_end()
+    assert world.closes()[-1].short_by == 1
 
 
 def test_a_score_of_before_rows_were_lost_is_not_relied_on_once_another_is():

@@ -7,6 +7,7 @@ from orchestrator.core.state import PipelineState
 from tests.fakes.pipeline_invariants import check
 from transport.contracts.messages import (
     AbortRollouts,
+    AdmitGroups,
     Command,
     DispatchGroups,
     DropRows,
@@ -19,6 +20,7 @@ from transport.contracts.messages import (
     RequestCancelled,
     RolloutFailed,
     RolloutFinished,
+    RowsMissing,
     RunResumed,
     SamplesTaken,
     StopRequested,
@@ -122,6 +124,18 @@ def test_samples_are_numbered_as_they_end_and_freed_once_taken():
     assert service.take(1, 4) == [], "a late word of its reader"
 
 
+def test_what_comes_twice_counts_once():
+    service = Service()
+    service.submit(1, prompts=1, size=2)
+    assert service.submit(1, prompts=1, size=2) == []
+    service.finish("1/0/0")
+    service.finish("1/0/0")
+    service.take(1, 1)
+    service.take(1, 1)
+    service.finish("1/0/1")
+    assert service.results(1) == ["1/0/0", "1/0/1"]
+
+
 def test_a_slow_reader_holds_up_its_own_request_only():
     service = Service(window=2)
     assert [plan.group_id for plan in service.submit(1, prompts=5)] == ["1/0", "1/1"]
@@ -148,6 +162,18 @@ def test_what_cannot_be_generated_is_a_result_that_says_why():
     assert len(request.results) == request.num_samples
     assert "out of memory" in request.failed[RowId("1/0/1")]
     assert dropped(service.take(1, 2)) == ["1/0"]
+
+
+def test_rows_that_vanish_are_made_again_under_the_number_they_had():
+    service = Service()
+    service.submit(1, prompts=1, size=2)
+    service.finish("1/0/0")
+    service.finish("1/0/1")
+    commands = service.tell(RowsMissing(row_ids=(RowId("1/0/0"),)))
+    assert [plan.samples for plan in plans(commands)] == [(0,)]
+    assert any(isinstance(command, AdmitGroups) for command in commands), "its prompt may be gone too"
+    service.finish("1/0/0")
+    assert service.results(1) == ["1/0/0", "1/0/1"]
 
 
 def test_new_prompts_start_with_the_newest_weights_and_running_samples_go_on():

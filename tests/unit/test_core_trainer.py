@@ -336,6 +336,19 @@ def test_the_log_is_kept_back_to_the_oldest_checkpoint_kept():
     assert kept == [{0}, {1}, {2}], "what the older of two checkpoints contains is never read again"
 
 
+def test_a_trainer_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before():
+    world = PipelineWorld.ready(core(checkpoint_every=1, keep_checkpoints=2))
+    for batch in range(3):
+        finish_batch(world, batch)
+        train_all(world)
+        world.load(W0)
+    world.start_trainer(damaged=True)
+    assert world.trainer.version == 2
+    assert [one.version for one in world.state.pipeline.retention.checkpoints][-1] == 2, "the damaged one frees nothing"
+    world.run_to_end()
+    assert not world.failed
+
+
 def test_a_broker_over_budget_keeps_rows_back_to_the_newest_checkpoint_only():
     world = PipelineWorld.ready(core(checkpoint_every=1, keep_checkpoints=2, max_retained_bytes=100))
     for batch in range(2):

@@ -199,6 +199,17 @@ def test_a_snapshot_of_before_there_were_pauses_gives_nobody_up():
     assert W0 in told_to_load(world)
 
 
+@pytest.mark.parametrize("update", list(UpdateMode))
+def test_a_run_whose_workers_all_stood_aside_goes_on_once_they_can_load(update):
+    world = world_at_first_step(update)
+    for worker_id in (W0, W1):
+        finish_all(world, worker_id)
+    for _ in range(4):
+        for worker_id in (W0, W1):
+            asked_at(world, worker_id, 30.0)
+    world.run_to_end()
+
+
 def test_a_load_that_ends_after_it_was_given_up_on_counts():
     world = world_at_first_step(UpdateMode.IN_FLIGHT)
     for _ in range(MAX_LOAD_ATTEMPTS):
