@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ FRAGMENTS = (
     *(" ", "\n", "a", "1", "(", ")", "{", "[", "=", "$", "**", "\\", "_", "^", ",", "-", ".", '"', "<", "`"),
     *("1+", "1+1=", "1 ", "(1)", "a b ", "\\frac{", "\\boxed{", "\\sqrt", "```\n", "x=1,", "{1,2}", "a^", "Answer:"),
     *("<tool_call>", "</tool_call>", '{"a":', '{"name":"a"}', "[],", '"a",', "\\u0000", "<b>", "</b>", "\\text{a}"),
-    *("\u00a0", "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"), "e\u0301", "9e9", "0x", "%", "| "),
+    *("\u00a0", "\U0001f600", "e\u0301", "9e9", "0x", "%", "| "),
 )
 ALONE = ("", "")
 LINES = (
@@ -146,7 +145,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARSERS)
     chosen = parser.parse_args().only
-    sys.setrecursionlimit(1000)
     found: dict[tuple[str, str], float] = {}
     num_fast = 0
     for name in [chosen] if chosen else PARSERS:

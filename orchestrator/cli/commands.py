@@ -102,7 +102,7 @@ RunsDirectory = Annotated[str | None, typer.Option("--dir", help="Where runs are
 
 @functools.cache
 def _is_trusted(question: str) -> bool:
-    """The answer of whoever sits at the terminal; False without one."""
+    """Answer that is typed at the terminal; False without one."""
     return sys.stdin.isatty() and sys.stderr.isatty() and typer.confirm(f"{question}. Use it?", err=True)
 
 

@@ -41,7 +41,7 @@ from orchestrator.config.schema import (
     to_toml,
     value_of,
 )
-from orchestrator.config.trust import control_character, programs_in, question
+from orchestrator.config.trust import distrust, misplaced_character, programs_in
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
 from transport.broker.base import without_password
@@ -241,12 +241,9 @@ def _read_file(path: Path, trusts: Callable[[str], bool] | None = None) -> list[
         raise ConfigError(f"is not UTF-8 text: {error}; save it as UTF-8", where=str(path)) from error
     settings = read_document(document, str(path))
     programs = dict.fromkeys(key for setting in settings for key in programs_in(setting.key, setting.value))
-    problem = status and question(str(path), status, programs)
-    if problem and trusts is not None and not trusts(problem):
-        raise ConfigError(
-            f"{problem.removeprefix(f'{path} ')}. Read it; then pass --trust, or --config a copy of yours",
-            where=str(path),
-        )
+    problem = status and distrust(status, programs)
+    if problem and trusts is not None and not trusts(f"{path} {problem}"):
+        raise ConfigError(f"{problem}. Read it; then pass --trust, or --config a copy of yours", where=str(path))
     return settings
 
 
@@ -377,7 +374,7 @@ def _converted(setting: Setting, value: object, kind: Any, key: str) -> object:
     if value in NO_VALUES and _is_text(kind):
         problem = f'{setting.key} = "{value}" is a text of {len(str(value))} letters; leave it out for the default, or '
         raise ConfigError(f'{problem}write "" for an empty text', key=key, where=setting.where)
-    if char := control_character(key, value):
+    if char := misplaced_character(key, value):
         problem = f"{setting.key} has the control character {char!r}, and may become part of a script: leave it out"
         raise ConfigError(problem, key=key, where=setting.where)
     try:

@@ -7,21 +7,18 @@ import os
 import pwd
 import re
 import subprocess
-import typing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.config.load import resolve
-from orchestrator.config.schema import ENTRIES, FIELDS
+from orchestrator.config.schema import ENTRY, FIELDS
 from orchestrator.config.trust import FUNCTIONS, JAILS, PROGRAMS, programs_in
 from orchestrator.errors import ConfigError
 from transport.process import programs
 from transport.process.files import other_writers
 from transport.process.programs import quoted
-
-TEXTS = {"data.mix.NAME.advantage", "data.mix.NAME.environment", "data.mix.NAME.loss"}
 
 
 def status(uid: int, gid: int, mode: int) -> os.stat_result:
@@ -111,15 +108,22 @@ def test_each_setting_that_leads_to_a_program_is_asked_about():
     for key in PROGRAMS:
         assert [*programs_in(key, ["x"] if FIELDS[key].type is not str else "x")] == [key]
         assert not [*programs_in(key, type(FIELDS[key].default)() if isinstance(FIELDS[key].default, str) else [])]
-    assert FIELDS.keys() >= PROGRAMS | JAILS | FUNCTIONS
-    functions = {key for key, field in (FIELDS | ENTRIES).items() if "module:function" in _description(field.type)}
-    assert functions == FUNCTIONS | TEXTS
+    assert FIELDS.keys() >= PROGRAMS | JAILS
+    for key in FUNCTIONS:
+        named = key.replace(ENTRY, "a")
+        assert [*programs_in(named, "mine:own", key)] == [named]
+    assert {"scoring.reward", "environment.name", "algorithm.loss", "data.mix.NAME.loss"} <= FUNCTIONS
     lists = {key for key, field in FIELDS.items() if field.type == list[str]}
     assert lists - PROGRAMS == {"trainer.lora.targets"}  # names of a model's matrices
 
 
-def _description(kind: object) -> str:
-    return "".join(str(getattr(meta, "description", "")) for meta in typing.get_args(kind)[1:])
+def test_a_question_shows_no_control_characters_of_the_file(tmp_path: Path):
+    text = '[data.mix."a\\u001b[2K\\r"]\nloss = "mine:loss"\n'
+    asked: list[str] = []
+    with pytest.raises(ConfigError):
+        resolve("tiny", [written(tmp_path / "a.toml", text, 0o666)], [], {}, trusts=lambda q: bool(asked.append(q)))
+    assert len(asked) == 1
+    assert asked[0].isprintable()
 
 
 @pytest.mark.parametrize("char", ["\n", "\r", "\0", "\x1b", "\x7f", "\x85", "\u2028"], ids=ascii)

@@ -255,7 +255,7 @@ def _check(status: os.stat_result, path: Path, is_kind: Callable[[int], bool], k
 
 
 def other_writers(status: os.stat_result) -> str:
-    """Why others than this process's user and root can have written a file; "": they cannot.
+    """Reason why others than this process's user and root can have written a file; "": they cannot.
 
     A group that has no member but its user, as many distributions make one for each (umask 002), is that user.
     """
@@ -269,7 +269,7 @@ def other_writers(status: os.stat_result) -> str:
 
 
 def _is_private(group: int, user: int) -> bool:
-    """Whether ``group`` is root's, or is named as ``user``, is its first one, and has nobody else in it."""
+    """Whether ``group`` is root's, or the own one of ``user``: its first, of its name, without other members."""
     if group == 0:
         return True
     with suppress(KeyError):

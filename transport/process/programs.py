@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
-from transport.process.words import has_control_characters
+from transport.process.words import control_character
 
 if TYPE_CHECKING:
     import typer
@@ -136,12 +136,12 @@ def quoted(*words: str) -> str:
 
     A word with control characters is quoted as bash reads them: $'a\\x0ab'.
     """
-    return " ".join(_escaped(word) if has_control_characters(word) else shlex.quote(word) for word in words)
+    return " ".join(_escaped(word) if control_character(word) else shlex.quote(word) for word in words)
 
 
 def _escaped(word: str) -> str:
     def escape(char: str) -> str:
-        if has_control_characters(char):
+        if control_character(char):
             return f"\\u{ord(char):04x}" if ord(char) > 127 else f"\\x{ord(char):02x}"
         return f"\\{char}" if char in "\\'" else char
 

@@ -22,6 +22,8 @@ def did_you_mean(name: str) -> str:
     return f" (did you mean {name}?)" if name else ""
 
 
-def has_control_characters(text: str) -> bool:
-    """Whether ``text`` has a line break of any kind, a NUL, an escape or another control character."""
-    return not text.isprintable() and any(unicodedata.category(char) in ("Cc", "Zl", "Zp") for char in text)
+def control_character(text: str) -> str:
+    """The first line break of any kind, NUL, escape or other control character of ``text``; "" for none."""
+    if text.isprintable():
+        return ""
+    return next((char for char in text if unicodedata.category(char) in ("Cc", "Zl", "Zp")), "")

@@ -514,7 +514,7 @@ def find_tool_calls(text: str, form: str) -> tuple[str, list[ToolCall]]:
 
 
 def _tagged(text: str) -> Iterator[str]:
-    """What stands in each tag, up to its end or the text's. Reads every character once: a policy may write any."""
+    """Content of each tag, up to its end or the text's; in linear time, since a policy may write any text."""
     at = text.find(TOOL_CALL)
     while at >= 0:
         end = text.find(TOOL_CALL_END, at)

@@ -26,7 +26,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
 }
 _NUMBER = r"[-(]*\d+(?:\.\d+)?\)*"
-_EXPRESSION = re.compile(rf"({_NUMBER}(?:[ \t]*[-+*/][ \t]*{_NUMBER})+)[ \t]*\Z")
+_EXPRESSION = re.compile(rf"({_NUMBER}(?:[ \t]*[-+*/][ \t]*{_NUMBER})+)\Z")
 """Two numbers or more, up to the end of a text."""
 
 
@@ -53,10 +53,10 @@ class Calculator:
 def _asked(text: str) -> str:
     """The last expression with an equals sign behind it: what a model that wants a result writes by itself; "": none.
 
-    Looks at ``MAX_CHARACTERS`` before each sign, and so takes time in proportion to the text, whatever that is.
+    Looks at twice ``MAX_CHARACTERS`` before each sign, and so takes time in proportion to the text, whatever that is.
     """
     for piece in reversed(text.split("=")[:-1]):
-        if found := _EXPRESSION.search(piece[-2 * MAX_CHARACTERS :]):
+        if found := _EXPRESSION.search(piece.rstrip(" \t")[-2 * MAX_CHARACTERS :]):
             return found[1]
     return ""
 

@@ -31,7 +31,7 @@ from transport.contracts.settings import Settings
 from transport.contracts.types import WorkerKind
 from transport.errors import TransientError
 from transport.process.programs import quoted
-from transport.process.words import has_control_characters
+from transport.process.words import control_character
 
 log = structlog.get_logger(__name__)
 
@@ -329,7 +329,7 @@ def batch_script(settings: Settings, specs: Sequence[ProcessSpec], arguments: Se
 
 def _directive(word: str) -> str:
     """A line of options for sbatch, which reads it up to the end of the line. Raises ConfigError: the word has one."""
-    if has_control_characters(word):
+    if control_character(word):
         raise ConfigError(
             f"launcher.options: {word!r} has control characters, which would end its line of the batch script",
             key="launcher.options",
