@@ -23,6 +23,7 @@ from hypothesis import settings
 from tests.costs import Costs
 from tests.fakes.gpu_driver import FakeDriver
 from tests.fakes.preloaded import stop_server
+from tests.fakes.small_disk import have_own_mounts
 from tests.property.exploring import SEED
 
 os.environ["STREAMRL_SEED"] = str(SEED)  # the processes that share the tests draw from one seed
@@ -61,6 +62,7 @@ T = TypeVar("T")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs())
+    have_own_mounts()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

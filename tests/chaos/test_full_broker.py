@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.live_run import PACED, QUICK, LiveRun, check_whole
-from tests.fakes.redis_servers import ServerProcess, filled, find_binary, small_disk
+from tests.fakes.redis_servers import ServerProcess, find_binary
+from tests.fakes.small_disk import filled, small_disk
 
 pytestmark = pytest.mark.chaos
 

@@ -15,7 +15,8 @@ import redis
 from tests.fakes.broker_entries import told
 from tests.fakes.cutting_proxy import CuttingProxy
 from tests.fakes.explicit_ids import append_at
-from tests.fakes.redis_servers import ServerProcess, filled, find_binary, free_port, self_signed, small_disk
+from tests.fakes.redis_servers import ServerProcess, find_binary, free_port, self_signed
+from tests.fakes.small_disk import filled, small_disk
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite, RowWrite, StreamWrite
 from transport.broker.redis_link import RedisLink, ScriptCall

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +16,6 @@ import redis
 from transport.broker.embedded import packaged_binary
 from transport.process.programs import ending_with_this_process
 
-FULL_DISK_BYTES = 24 * 2**20
-"""Of a disk for tests to fill: enough for a server to start on."""
-CLONE_NEWNS = 0x00020000
 READY_S = 60.0
 SLOTS = 16_384
 """Of every cluster."""
@@ -159,43 +153,6 @@ def until(is_so: Callable[[], bool], what: str) -> None:
     while not is_so():
         assert time.monotonic() < deadline_s, f"waited {READY_S:.0f} s for {what}"
         time.sleep(0.1)
-
-
-@contextmanager
-def small_disk(directory: Path) -> Iterator[Path]:
-    """A file system of its own of FULL_DISK_BYTES at ``directory``. Skips the test where nobody may mount one.
-
-    It is seen by this thread and what that starts alone, so it is gone with them, however they end.
-    """
-    directory.mkdir(parents=True)
-    options = ["-o", f"size={FULL_DISK_BYTES}"]
-    _have_own_mounts()
-    if subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(directory)], capture_output=True).returncode:
-        pytest.skip("needs to mount a small tmpfs: root with CAP_SYS_ADMIN")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
-@cache
-def _have_own_mounts() -> None:
-    """Mount nothing from here on that others see. Changes nothing for a user who may not mount."""
-    if ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-
-
-@contextmanager
-def filled(disk: Path) -> Iterator[None]:
-    """The disk is full to the last byte; room comes back at the end."""
-    ballast = disk / "ballast"
-    with ballast.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    try:
-        yield
-    finally:
-        ballast.unlink()
 
 
 def self_signed(directory: Path) -> tuple[str, str]:

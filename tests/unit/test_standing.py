@@ -24,7 +24,7 @@ from orchestrator.journal import Journal
 from orchestrator.launch import app
 from orchestrator.observability.standing import State, nothing_left, noting_end, read_standing
 from tests.fakes.pipeline_world import PipelineWorld
-from tests.fakes.redis_servers import filled, small_disk
+from tests.fakes.small_disk import filled, small_disk
 from transport.broker import keys
 from transport.contracts.messages import JournalRecord, PauseRequested, RunResumed, StopRequested
 from transport.contracts.settings import Settings

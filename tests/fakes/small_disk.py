@@ -1,0 +1,55 @@
+"""Small file systems for tests to fill, which are gone with the process that tests, however it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+FULL_DISK_BYTES = 24 * 2**20
+"""Of a disk for tests to fill: enough for a server to start on."""
+CLONE_NEWNS = 0x00020000
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[Path]:
+    """A file system of its own of FULL_DISK_BYTES at ``directory``. Skips the test where nobody may mount one.
+
+    It is seen by this process and what that starts alone (``have_own_mounts``), so it is gone with them, however they
+    end.
+    """
+    directory.mkdir(parents=True)
+    options = ["-o", f"size={FULL_DISK_BYTES}"]
+    if subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(directory)], capture_output=True).returncode:
+        pytest.skip("needs to mount a small tmpfs: root with CAP_SYS_ADMIN")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def have_own_mounts() -> None:
+    """Mount nothing from here on that others see. Changes nothing for a user who may not mount.
+
+    For the start of a process of tests: threads and processes that it has already do not see what is mounted later.
+    """
+    if sys.platform == "linux" and ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
+        subprocess.run(["mount", "--make-rslave", "/"], check=False, capture_output=True)  # not where / is no mount
+
+
+@contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """The disk is full to the last byte; room comes back at the end."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    try:
+        yield
+    finally:
+        ballast.unlink()
