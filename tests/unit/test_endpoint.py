@@ -730,3 +730,18 @@ async def test_a_lease_that_waits_when_the_worker_ends_is_told_so(tmp_path: Path
         assert served.inner.closed
         answer = await waiting
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "closing")
+
+
+async def test_the_name_of_a_session_that_has_ended_opens_nothing(tmp_path: Path) -> None:
+    async with endpoint(tmp_path) as served:
+        served.offer(0)
+        session = await served.lease()
+        sealed = await served.run.post(f"/sessions/{session['id']}/fail", json={"reason": "gave up"})
+        assert sealed.status_code == 200
+        for path in ("/models", "/sessions"):
+            by_name, by_key = [
+                await served.run.get(path, headers={"authorization": f"Bearer {session[word]}"})
+                for word in ("id", "key")
+            ]
+            assert by_name.status_code == 401
+            assert by_key.status_code != 401

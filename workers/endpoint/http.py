@@ -385,7 +385,9 @@ class EndpointServer:
         name, key, sessions = request.path_params["name"], _key(request), self._engine.sessions
         end = sessions.end_of(name)
         return (
-            end if end is not None and end.sealed and (self._is_run_key(key) or sessions.end_of(key) is end) else None
+            end
+            if end is not None and end.sealed and (self._is_run_key(key) or sessions.end_by_key(key) is end)
+            else None
         )
 
     async def _fail(self, request: HttpRequest) -> Response:

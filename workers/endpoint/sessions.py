@@ -84,7 +84,8 @@ class Sessions:
         self.seats: list[Seat] = []
         self.open: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
-        self._ends: dict[str, End] = {}  # by name and by key, the oldest first
+        self._ends: dict[str, End] = {}  # by name, the oldest first
+        self._ends_by_key: dict[str, End] = {}  # names stand in URLs and logs, and open nothing
 
     def offer(self, request: GenerationRequest, own: OwnPrompt | None = None) -> None:
         """own: the prompt that an agent brought for its group."""
@@ -149,32 +150,36 @@ class Sessions:
 
     def of_key(self, key: str) -> Session | None:
         """The open session of a key; None for one that is none's. Raises EndpointRefusedError: it has ended."""
-        return self._by_key.get(key) or self._ended(key)
+        return self._by_key.get(key) or self._ended(self._ends_by_key.get(key))
 
     def knows(self, key: str) -> bool:
         """Whether it is or was a session's. Keys are random and long, and are looked up by their hash."""
-        return key in self._by_key or key in self._ends
+        return key in self._by_key or key in self._ends_by_key
 
     def of_name(self, name: str) -> Session:
         """Raises EndpointRefusedError: there is no such session, or it has ended."""
-        found = self.open.get(name) or self._ended(name)
+        found = self.open.get(name) or self._ended(self._ends.get(name))
         if found is None:
             raise EndpointRefusedError(404, "no_such_session", f"there is no session {name!r}: lease one")
         return found
 
-    def _ended(self, name_or_key: str) -> None:
-        if (end := self._ends.get(name_or_key)) is not None:
+    def _ended(self, end: End | None) -> None:
+        if end is not None:
             raise EndpointRefusedError(410, SESSION_ENDED, f"the session has ended: {end.reason}; lease another one")
 
-    def end_of(self, name_or_key: str) -> End | None:
-        return self._ends.get(name_or_key)
+    def end_of(self, name: str) -> End | None:
+        return self._ends.get(name)
+
+    def end_by_key(self, key: str) -> End | None:
+        return self._ends_by_key.get(key)
 
     def close(self, session: Session, end: End) -> None:
         """Its seat is not offered again, unless ``give_back`` did."""
         del self.open[session.name], self._by_key[session.key]
-        self._ends |= {session.name: end, session.key: end}
-        while len(self._ends) > 2 * REMEMBERED_ENDS:
-            del self._ends[next(iter(self._ends))]
+        for ends, word in ((self._ends, session.name), (self._ends_by_key, session.key)):
+            ends[word] = end
+            if len(ends) > REMEMBERED_ENDS:
+                del ends[next(iter(ends))]
 
     def give_back(self, session: Session, reason: str) -> str:
         """End it, and offer its seat to others, before any that waits. Returns "", or why the sample has failed."""
