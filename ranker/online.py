@@ -292,7 +292,7 @@ def main() -> None:
     try:
         request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=RefitRequest)
         model = refit(request)
-    except (msgspec.DecodeError, RankerError) as error:
+    except (msgspec.DecodeError, RankerError, RecursionError) as error:
         print(error, file=sys.stderr)
         sys.exit(1)
     sys.stdout.buffer.write(msgspec.msgpack.encode(StoredRanker(model=model.stored)))

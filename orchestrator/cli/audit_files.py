@@ -258,7 +258,7 @@ def check_final_model(rundir: RunDir) -> list[str]:
         marks = msgspec.json.decode((rundir.path / MODEL_FILES).read_bytes(), type=dict[str, FileMark])
     except FileNotFoundError:
         return []  # no model was saved, or by an earlier version
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         return [f"{MODEL_FILES}: {error}"]
     return _marked(rundir.model, "model", marks)
 

@@ -46,9 +46,9 @@ def main(run_dir: Path, *, audit: bool, follow: bool, broker_url: str | None = N
 
 
 async def _main(run_dir: Path, broker_url: str | None, *, only_audit: bool, follow: bool) -> int:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_COLUMNS)
+        console = Console(highlight=False, markup=False, emoji=False, width=PIPE_COLUMNS)
     async with open_run(run_dir, broker_url, reads=True) as (rundir, settings, broker):
         if only_audit:
             return _print_audit(console, await audit_run(rundir, settings, broker))
@@ -57,16 +57,16 @@ async def _main(run_dir: Path, broker_url: str | None, *, only_audit: bool, foll
             snapshot = replace(snapshot, status={}, workers=())  # they outlast their writers by their time to live
         files = rundir.api_address, rundir.api_secret
         for link in page_links(*files, keyed=console.is_terminal) if snapshot.status else ():
-            console.print(f"live page {link}", markup=False, soft_wrap=True)
+            console.print(f"live page {link}", soft_wrap=True)
         said = State.LIVE if snapshot.status else standing
-        console.print(f"run {snapshot.run}  {rundir.path}  {said}", markup=False, soft_wrap=True)
+        console.print(f"run {snapshot.run}  {rundir.path}  {said}", soft_wrap=True)
         if standing.go_on and not snapshot.status and standing.go_on not in standing.why:
-            console.print(f"go on with: {standing.go_on}", markup=False, soft_wrap=True)
+            console.print(f"go on with: {standing.go_on}", soft_wrap=True)
         file = read_file(rundir.metrics)
         if lines := [line for line in file.lines if "batch" in line]:
-            console.print(batch_line(lines[-1]), markup=False)
+            console.print(batch_line(lines[-1]))
         if file.damaged:
-            console.print(file.say(), markup=False)
+            console.print(file.say())
         console.print(snapshot_view(snapshot), soft_wrap=True)
         if follow:
             await follow_run(console, broker)
@@ -87,7 +87,7 @@ async def follow_run(console: Console, broker: Broker, *, every_s: float = FOLLO
     """
     with Live(console=console, auto_refresh=False, transient=True) as live:
         why = await _follow(live, broker, every_s, away_s)
-    console.print(why, markup=False)
+    console.print(why)
 
 
 async def _follow(live: Live, broker: Broker, every_s: float, away_s: float) -> str:
@@ -106,24 +106,24 @@ async def _follow(live: Live, broker: Broker, every_s: float, away_s: float) -> 
         if live.console.is_terminal:
             live.update(snapshot_view(snapshot), refresh=True)
         else:
-            live.console.print(snapshot_line(snapshot), markup=False, soft_wrap=True)
+            live.console.print(snapshot_line(snapshot), soft_wrap=True)
         await asyncio.sleep(every_s)
 
 
 def _print_audit(console: Console, report: AuditReport) -> int:
     for problem in report.problems:
-        console.print(f"audit: {problem}", markup=False)
+        console.print(f"audit: {problem}")
     for note in report.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     live = f"; the run goes on, checked up to batch {report.batches}" if report.live else ""
     clean = f"clean: every row of every trained batch was trained exactly once{live}"
     if report.requests:  # a service
         clean = "clean: every sample is one that a request asked for"
         verdict = "FAILED" if report.problems else clean
-        console.print(f"audit {verdict} ({report.requests})", markup=False)
+        console.print(f"audit {verdict} ({report.requests})")
         return 1 if report.problems else 0
     verdict = "FAILED" if report.problems else clean
-    console.print(f"audit {verdict} ({report.batches} batches, {report.rows} rows)", markup=False)
+    console.print(f"audit {verdict} ({report.batches} batches, {report.rows} rows)")
     return 1 if report.problems else 0
 
 

@@ -83,7 +83,7 @@ def main(run_dir: Path, process: str | None, *, num_lines: int, follow: bool) ->
     names = sorted(path.stem for path in rundir.logs.glob("*.log"))
     if process is not None and process not in names:
         raise ConfigError(f"{run_dir} has no process {process}; it has: {', '.join(names) or 'none yet'}")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     files: dict[Path, LogFile] = {}
     lines = list(_new_lines(rundir, process, files))
     _print(console, lines[max(0, len(lines) - num_lines) :])

@@ -47,9 +47,9 @@ def main_list(directory: Path, *, chosen: bool, as_json: bool) -> int:
     elif not rows:
         print(f"no runs below {shown(directory)}; start one: {command('streamrl-orchestrator', 'run')}")
     else:
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False, emoji=False)
         if not console.is_terminal:
-            console = Console(highlight=False, width=1000)
+            console = Console(highlight=False, markup=False, emoji=False, width=1000)
         console.print(_table(rows))
     return 0
 

@@ -78,7 +78,7 @@ def read_starts(rundir: RunDir) -> list[Start]:
     """All times that the run was started, in order; a damaged line is left out."""
     starts: list[Start] = []
     for line in rundir.starts.read_bytes().splitlines() if rundir.starts.exists() else ():
-        with suppress(msgspec.MsgspecError):
+        with suppress(msgspec.MsgspecError, RecursionError):
             starts.append(msgspec.json.decode(line, type=Start))
     return starts
 

@@ -55,7 +55,7 @@ def read_identity(rundir: RunDir) -> RunIdentity | None:
         return msgspec.json.decode(rundir.identity.read_bytes(), type=RunIdentity)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, OSError) as error:
+    except (msgspec.MsgspecError, OSError, RecursionError) as error:
         raise ConfigError(
             f"{rundir.identity} cannot be read ({error}): put a copy of it back, or remove it and the run gets a new id"
         ) from error

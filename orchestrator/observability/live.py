@@ -42,7 +42,7 @@ class View(Protocol):
 
 def open_view(*, plain: bool) -> View:
     """A table if stdout is a terminal and ``plain`` is not asked for, else lines. Who stops reading ends no run."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     return UnreadView(PlainView() if plain or not console.is_terminal else TableView(console))
 
 

@@ -108,7 +108,7 @@ async def _try_login(name: str, wait_s: float) -> str:
         await _kill(process)
     try:
         return msgspec.json.decode(said, type=_Answer).error
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return f"its process ended with {process.returncode}"
 
 
@@ -148,7 +148,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_left_out(run_dir: Path) -> list[LeftOut]:
     """The loggers that a run goes on without; none where nothing is known of any."""
-    with suppress(OSError, msgspec.MsgspecError):
+    with suppress(OSError, msgspec.MsgspecError, RecursionError):
         return msgspec.json.decode(RunDir(run_dir).loggers.read_bytes(), type=list[LeftOut])
     return []
 

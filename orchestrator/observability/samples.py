@@ -148,7 +148,7 @@ def readable_sample(
         info = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO])
         response = detokenize(decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]).tolist())
         components = msgspec.json.decode(columns.get(Column.REWARD_COMPONENTS, b"{}"), type=dict[str, float])
-    except (MessageError, msgspec.MsgspecError, OverflowError, IndexError) as error:
+    except (MessageError, msgspec.MsgspecError, OverflowError, IndexError, RecursionError) as error:
         log.warning("a sample cannot be shown", row=row, error=str(error))
         return None
     left_out = max(0, len(response) - MAX_RESPONSE_CHARS - MAX_RESPONSE_END)

@@ -323,7 +323,7 @@ class MixedSource:
         try:
             decoded = msgspec.json.decode(position or b"{}", type=dict[str, str])
             places = decoded if position else dict.fromkeys(self._names, "")
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             places = {}
         if list(places) != self._names:
             raise DataError(

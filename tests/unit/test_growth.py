@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from benchmarks.growth import GROWTH, PARSERS
+from orchestrator.config import rules
+from orchestrator.config.run_directory import RunDir
+from orchestrator.config.starts import read_starts
 
 CHARACTERS, OF_LINES = 600, 3_500
 """Of the shorter text; of lines with a key each it has a hundred or more."""
@@ -40,3 +45,20 @@ def test_twice_the_text_takes_twice_the_steps(name: str):
         length = OF_LINES if parser.lines else CHARACTERS
         first, second = steps(parser.read, make(length)), steps(parser.read, make(2 * length))
         assert second <= GROWTH * first + FEW, (text, first, second)
+
+
+def test_a_document_that_is_nested_too_deep_is_damage_like_any_other(tmp_path: Path):
+    rundir = RunDir(tmp_path)
+    rundir.starts.write_text('{"x": ' + "[" * 5_000 + "]" * 5_000 + "}\n")
+    assert read_starts(rundir) == []
+
+
+def test_what_cannot_be_decoded_is_expected_to_be_too_deep_as_well():
+    root = Path(rules.__file__).parents[2]
+    handled = re.compile(r"(?:except|suppress)\b[^\n]*(?:MsgspecError|msgspec\.DecodeError)[^\n]*")
+    files = [
+        path for folder in ("orchestrator", "workers", "transport", "ranker") for path in (root / folder).rglob("*.py")
+    ]
+    lines = [(path.name, line) for path in files for line in handled.findall(path.read_text())]
+    assert len(lines) > 20
+    assert [line for line in lines if "RecursionError" not in line[1]] == []

@@ -188,13 +188,16 @@ async def test_what_a_status_says_that_outlived_its_run_is_not_shown(
 def test_the_list_has_every_run_also_one_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     train(new_run(tmp_path))
     new_run(tmp_path, name="y").config.write_text("[run]\nbatches = 'no'\n")
+    new_run(tmp_path, name="z").config.parent.rename(tmp_path / "runs" / "[bold]:smile:")
     assert runs.main_list(tmp_path / "runs", chosen=True, as_json=True) == 0
     found = {Path(row["run"]).name: row for row in json.loads(capsys.readouterr().out)}
     assert (found["x"]["state"], found["x"]["reward"], found["x"]["batches"]) == ("finished", 0.5, 2)
     assert found["y"]["state"] == "unreadable"
     assert "run.batches" in found["y"]["why"]
     assert runs.main_list(tmp_path / "runs", chosen=True, as_json=False) == 0
-    assert "2/2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2/2" in said
+    assert "[bold]:smile:" in said
 
 
 HOLDER = """

@@ -906,5 +906,5 @@ def part_of(entry: bytes) -> str:
     held-out problem. Raises MessageError."""
     try:
         return _entry_decoder.decode(entry or b"{}").part
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise MessageError(f"the entry of a prompt names no part of [data.mix]: {error}") from error

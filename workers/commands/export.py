@@ -60,7 +60,7 @@ def read_settings(run_dir: Path) -> Settings:
     path = run_dir / "config.toml"
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Settings)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise RunFilesError(
             f"{path} is not the configuration of a run ({error}): give the directory <dir>/<name>"
         ) from error

@@ -107,7 +107,7 @@ class EnvironmentChild(ChildProcess):
         except (OSError, asyncio.IncompleteReadError):
             code = await self.ended()
             raise EnvironmentFailedError(f"the environment's process ended with {code} before it was ready") from None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise EnvironmentFailedError(f"the environment's process sent an invalid answer: {error}") from None
         finally:
             if not ready:
@@ -130,7 +130,7 @@ class EnvironmentChild(ChildProcess):
             took_s = asyncio.get_running_loop().time() - asked_s
             why = slow if took_s >= limit_s else f"the environment's process ended with {code}"
             raise _CallFailedError(why) from None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise _CallFailedError(f"the environment's process sent an invalid answer: {error}") from None
         finally:
             if not answered:

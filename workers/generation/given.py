@@ -49,7 +49,7 @@ class GivenResponses:
         """The response of a row. entry: its column TASK_ENTRY. Raises MessageError where it has none."""
         try:
             row = msgspec.json.decode(entry, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise MessageError(f"its entry is not JSON: {error}") from error
         column, metadata = self._data.response_column, row.get("metadata")
         others: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}

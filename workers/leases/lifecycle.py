@@ -231,7 +231,7 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
         raise BrokerUnavailableError((await broker.info()).address, reason) from None
     try:
         return msgspec.msgpack.decode(raw, type=Settings)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolMismatchError(
             f"the settings of run {broker.run!r} were written by another version of streamrl: {error}"
         ) from error

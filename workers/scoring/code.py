@@ -189,7 +189,7 @@ class CodePool:
             return Verdict(well_formed=True, total=len(task.tests), limit="time")
         try:
             verdict = msgspec.json.decode(said, type=Verdict)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             raise RewardError("the grader's process ended without a verdict") from None
         if verdict.error:
             raise RewardError(verdict.error)

@@ -88,7 +88,7 @@ class RewardChild(ChildProcess):
             code = await self.ended()
             name = self._setup.spec.function or "(own verifier)"
             raise RewardSetupError(f"the process of reward {name!r} ended with {code} before it was ready") from None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise RewardSetupError(f"the reward's process sent an invalid answer: {error}") from None
         finally:
             if not ready:
@@ -123,7 +123,7 @@ class RewardChild(ChildProcess):
             if time.monotonic() - started_s >= self._setup.timeout_s:
                 raise self._too_slow() from None
             raise RewardError(f"the reward's process ended with {code}") from None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise RewardError(f"the reward's process sent an invalid answer: {error}") from None
         finally:
             if not answered:

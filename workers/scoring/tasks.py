@@ -187,7 +187,7 @@ def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]
     for row in rows:
         try:
             components = msgspec.json.decode(row.get(Column.REWARD_COMPONENTS, b"{}"), type=dict[str, float])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise MessageError(f"the reward components of a row are not numbers by name: {error}") from error
         for name, value in components.items():
             values.setdefault(name, []).append(value)

@@ -378,7 +378,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> int:
     page = render_comparison(comparison)
     with writing_out(out):
         replace(out, page)
-    console = Console(highlight=False, width=COLUMNS)
+    console = Console(highlight=False, markup=False, emoji=False, width=COLUMNS)
     for table in tables(comparison, differing([run.settings for run in comparison.runs])):
         console.print(table)
     print(f"results at batch {comparison.at}, means of the batches before it; all of it: {out}")

@@ -363,7 +363,7 @@ class ServerClient(ABC):
     def _read(self, kind: type[T], raw: bytes) -> T:
         try:
             return msgspec.json.decode(raw, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ServerAnswerError(self.url, 0, f"{error}: {_shown(raw)}") from error
 
     def _read_field(self, name: str, kind: type[T], raw: bytes) -> T:

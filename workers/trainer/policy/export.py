@@ -74,7 +74,7 @@ class Exporter:
             meta = CheckpointMeta.from_bytes((checkpoint / META_FILE).read_bytes())
             with closing(StoredTensors.open(checkpoint, model_files(meta))) as stored:
                 self.write(stored, target)
-        except (OSError, msgspec.MsgspecError, ValueError, TensorFileError) as error:
+        except (OSError, msgspec.MsgspecError, ValueError, TensorFileError, RecursionError) as error:
             raise CheckpointError(checkpoint, 0, str(error)) from error
 
     def write(self, weights: StoredTensors, target: Path) -> None:

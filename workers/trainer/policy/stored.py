@@ -132,7 +132,7 @@ class StoredTensors:
     def _pieces_of(self, reader: TensorReader, file: str) -> dict[str, _Stored]:
         try:
             notes = msgspec.json.decode(reader.metadata.get(PIECES, "{}"), type=dict[str, PieceNote])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise TensorFileError(file, f"it does not say which pieces it holds: {error}") from error
         found: dict[str, _Stored] = {}
         for name, place in reader.places.items():
