@@ -8,13 +8,15 @@ NAME ?= run
 TESTS ?= tests
 MINUTES ?= 10
 SEED ?= 0
-JOBS ?= logical
 HOURS ?= 1
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
-# A process a core, four at most: each holds torch, and starts processes of its own.
-SIDE_BY_SIDE := -n $(JOBS) --maxprocesses 4 --dist worksteal
+# Tests wait for processes half of their time: three at once keep two cores busy. Those that kill wait less. Four at
+# most: each holds torch, and starts processes of its own.
+test: JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores + cores / 2)))
+test-chaos test-long: JOBS ?= logical
+SIDE_BY_SIDE = -n $(JOBS) --maxprocesses 4 --dist worksteal
 export PYTHON VENV_FLAGS TORCH_INDEX
 # Where it is set, each of a run's processes compiles our modules again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -28,7 +28,7 @@ MODULES = (
 def preloaded() -> ForkServerContext:
     """The context of ``multiprocessing`` whose processes have imported ``MODULES``."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*MODULES])
+    context.set_forkserver_preload(["tests.fakes.imported"])
     return context
 
 
@@ -48,6 +48,11 @@ class Program:
         self._words = words
         self._process = preloaded().Process(target=_run, args=(module, words, cwd, dict(environ), outputs))
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def join(self, timeout_s: float) -> int:
         """Its exit code, minus the number of the signal that ended it. Raises subprocess.TimeoutExpired."""

@@ -130,9 +130,9 @@ def resumed(ranks: Ranks, training: Training, steps: range, checkpoints: Path) -
     return train(ranks, training, steps=steps, checkpoints=checkpoints)
 
 
-def train_all(ranks: Ranks, trainings: Sequence[Training]) -> list[Trained]:
+def train_all(ranks: Ranks, trainings: Sequence[Training], steps: range) -> list[Trained]:
     """One after another, so that processes start once."""
-    return [train(ranks, training) for training in trainings]
+    return [train(ranks, training, steps=steps) for training in trainings]
 
 
 def enter_with_other_rows(ranks: Ranks) -> str:

@@ -249,10 +249,10 @@ async def test_a_full_disk_on_one_rank_costs_a_checkpoint_and_a_hang_the_round(
     assert [(weights.epoch, weights.version) for weights in ready] == [(1, 0), (2, 2)]
 
 
-async def test_ranks_listen_to_this_machine_only(run: TrainerRun, start_ranks: Ranks) -> None:
+async def test_ranks_listen_to_this_machine_only(run: TrainerRun, start_forked: Callable[..., Program]) -> None:
     """Neither their meeting point nor gloo nor the weights are reached from another machine."""
     await send_batch(run, 0)
-    ranks = await start_ranks()
+    ranks = [start_forked(0), start_forked(1)]
     await run.until_told(StepDone, 1)
     listening = {
         connection.laddr.ip
