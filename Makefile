@@ -34,7 +34,7 @@ run: .venv/.ready-run ## train a small LLM by reinforcement learning and watch i
 	@STREAMRL_MAKE_FROM="$(PWD)" $(BIN)/streamrl-orchestrator run --preset $(PRESET) $(ARGS)
 
 test: .venv/.ready-dev ## all tests that kill nothing
-	@$(PYTEST) $(SIDE_BY_SIDE) -m "not chaos and not long and not sglang" $(TESTS) $(ARGS)
+	@$(BIN)/python tests/alone.py $(PYTEST) $(SIDE_BY_SIDE) -m "not chaos and not long and not sglang" $(TESTS) $(ARGS)
 
 chaos-random: .venv/.ready-dev ## random faults in random modes for MINUTES, drawn from SEED; every run is audited
 	@$(BIN)/python -m benchmarks.chaos_random --minutes $(MINUTES) --seed $(SEED) $(ARGS)

@@ -166,6 +166,7 @@ async def test_a_trainer_process_takes_its_weights_back(tmp_path: Path, server: 
             env={**os.environ, "STREAMRL_BROKER_PASSWORD": server.password},
             stdout=written,
             stderr=written,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup may have started these tests
         )
     try:
         assert await run.broker.read(keys.WEIGHTS, "0-0", count=1, wait_s=120.0), log.read_text()
