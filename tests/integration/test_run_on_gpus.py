@@ -13,7 +13,6 @@ import pytest
 
 from tests.fakes.command_line import ask_status, environment
 from tests.fakes.gpu_driver import FakeDriver
-from tests.fakes.live_run import EMULATED, SUMS
 from transport.process.gpus import free_gpus, list_gpus
 
 LIMIT_S = 200.0
@@ -31,8 +30,6 @@ def test_workers_hold_their_gpus_as_long_as_the_run_lives(driver: FakeDriver, tm
     driver(3)
     run_dir = tmp_path / "runs" / "tiny"
     command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain", "--set", "run.batches=4000"]
-    for setting in (*EMULATED, *SUMS):
-        command += ["--set", setting]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
