@@ -107,6 +107,10 @@ class Browser:
                 self._notice(self._next(deadline_s))
             self.evaluate("0")  # what is said of the last resource comes before this answer
             is_whole = self._network_changes == changes
+            method, params = (
+                "Page.reload",
+                {},
+            )  # to go where the page is already would load nothing: only a #key differs
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page. Raises AssertionError when it throws."""
