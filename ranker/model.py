@@ -39,6 +39,7 @@ from ranker.history import MAX_LOG_TOKENS, LengthHistory
 from ranker.logs import PromptLengths, log_means, mean_tokens, split
 from ranker.protocol import UNKNOWN_SAMPLE_SIGMA, LengthEstimate, RankerFileError
 from ranker.quality import TAILS, RankQuality, evaluate, tail_recall
+from transport.errors import DECODE_ERRORS
 from transport.process.files import replace
 
 if TYPE_CHECKING:
@@ -515,7 +516,7 @@ def decode_ranker(content: bytes, where: str) -> StoredRanker:
     """Raises RankerFileError: not a ranker, one that cannot have been fitted, or one of another version."""
     try:
         ranker = msgspec.msgpack.decode(content, type=StoredRanker)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (*DECODE_ERRORS, UnicodeDecodeError) as error:
         raise RankerFileError(f"{where} is not a stored ranker: {error}") from error
     if ranker.format != FORMAT or ranker.version != VERSION:
         raise RankerFileError(

@@ -42,6 +42,7 @@ from ranker.protocol import (
 )
 from ranker.quality import TRUSTED_RECALL, RunningQuality
 from transport.contracts.messages import RankerJudged
+from transport.errors import DECODE_ERRORS
 from transport.process.programs import python_module
 
 MAX_KNOWN = 20_000  # prompts kept for refits, 8,000 characters each at most; the one not met for longest goes first
@@ -292,7 +293,7 @@ def main() -> None:
     try:
         request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=RefitRequest)
         model = refit(request)
-    except (msgspec.DecodeError, RankerError, RecursionError) as error:
+    except (*DECODE_ERRORS, RankerError) as error:
         print(error, file=sys.stderr)
         sys.exit(1)
     sys.stdout.buffer.write(msgspec.msgpack.encode(StoredRanker(model=model.stored)))

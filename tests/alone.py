@@ -27,7 +27,7 @@ MOUNTS = (("proc", "/proc"), ("tmpfs", "/dev/shm"))
 
 
 def main(command: Sequence[str]) -> int:
-    if sys.platform != "linux" or _libc().unshare(CLONE_NEWPID | CLONE_NEWNS) != 0:
+    if not unshare(CLONE_NEWPID | CLONE_NEWNS):
         os.execvp(command[0], command)
     directory = Path(tempfile.mkdtemp(prefix="streamrl-tests-"))
     first = os.fork()
@@ -38,13 +38,23 @@ def main(command: Sequence[str]) -> int:
     return _exit_code(os.waitpid(first, 0)[1])
 
 
+def unshare(namespaces: int) -> bool:
+    """Enter ``namespaces`` of this process's own, that of mounts among them: what is mounted later no other sees.
+
+    Processes and threads that it has already stay where they are. Returns: False where it may not.
+    """
+    if sys.platform != "linux" or _libc().unshare(namespaces) != 0:
+        return False
+    _libc().mount(b"none", b"/", None, MS_REC | MS_SLAVE, None)  # fails where / is no mount: then others see ours
+    return True
+
+
 def _be_first(command: Sequence[str], directory: Path) -> int:
     """Start the program, and take in whoever loses its parent, until the program ends; then end all of them.
 
     Returns: the program's exit code.
     """
     _when_told_to_end(_end_all)
-    _libc().mount(b"none", b"/", None, MS_REC | MS_SLAVE, None)  # fails where / is no mount: then others see ours
     for kind, place in MOUNTS:
         if _libc().mount(b"tests", place.encode(), kind.encode(), 0, None) != 0:
             print(f"tests/alone.py: cannot mount {place}: {os.strerror(ctypes.get_errno())}", file=sys.stderr)

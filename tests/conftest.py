@@ -20,10 +20,10 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 
+from tests.alone import CLONE_NEWNS, unshare
 from tests.costs import Costs
 from tests.fakes.gpu_driver import FakeDriver
 from tests.fakes.preloaded import stop_server
-from tests.fakes.small_disk import have_own_mounts
 from tests.property.exploring import SEED
 
 os.environ["STREAMRL_SEED"] = str(SEED)  # the processes that share the tests draw from one seed
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs())
-    have_own_mounts()
+    unshare(CLONE_NEWNS)  # before any thread or process that must see what tests mount
     gc.disable()
 
 

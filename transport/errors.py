@@ -29,6 +29,11 @@ Bugs (ValueError, a broken invariant) are not caught.
 
 from __future__ import annotations
 
+import msgspec
+
+DECODE_ERRORS = (msgspec.MsgspecError, RecursionError)
+"""Errors of msgspec over what others wrote: not what it should be, or nested too deep."""
+
 
 class StreamError(Exception): ...
 

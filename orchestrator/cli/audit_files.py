@@ -42,7 +42,7 @@ from transport.contracts.messages import (
 )
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, RowId, parse_row_id
-from transport.errors import MessageError
+from transport.errors import DECODE_ERRORS, MessageError
 from transport.process.storage import Place
 from transport.tensors.manifest import file_checksum
 
@@ -258,7 +258,7 @@ def check_final_model(rundir: RunDir) -> list[str]:
         marks = msgspec.json.decode((rundir.path / MODEL_FILES).read_bytes(), type=dict[str, FileMark])
     except FileNotFoundError:
         return []  # no model was saved, or by an earlier version
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         return [f"{MODEL_FILES}: {error}"]
     return _marked(rundir.model, "model", marks)
 

@@ -24,7 +24,15 @@ from orchestrator.cli.control import open_run
 from orchestrator.errors import printable
 from orchestrator.http import page_links
 from orchestrator.observability.http.status import read_status
-from orchestrator.observability.live import aside_lines, batch_line, blocked_line, progress, ranker_line, scaling_line
+from orchestrator.observability.live import (
+    aside_lines,
+    batch_line,
+    blocked_line,
+    plain_console,
+    progress,
+    ranker_line,
+    scaling_line,
+)
 from orchestrator.observability.metrics import read_file
 from orchestrator.observability.standing import Standing, State, read_standing
 from transport.broker import keys
@@ -46,9 +54,7 @@ def main(run_dir: Path, *, audit: bool, follow: bool, broker_url: str | None = N
 
 
 async def _main(run_dir: Path, broker_url: str | None, *, only_audit: bool, follow: bool) -> int:
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=PIPE_COLUMNS)
+    console = plain_console(pipe_columns=PIPE_COLUMNS)
     async with open_run(run_dir, broker_url, reads=True) as (rundir, settings, broker):
         if only_audit:
             return _print_audit(console, await audit_run(rundir, settings, broker))

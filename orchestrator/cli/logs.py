@@ -18,6 +18,7 @@ from rich.text import Text
 
 from orchestrator.config.run_directory import RunDir, existing_run
 from orchestrator.errors import ConfigError, printable
+from orchestrator.observability.live import plain_console
 from transport.process.files import is_locked
 
 POLL_S = 0.3
@@ -83,7 +84,7 @@ def main(run_dir: Path, process: str | None, *, num_lines: int, follow: bool) ->
     names = sorted(path.stem for path in rundir.logs.glob("*.log"))
     if process is not None and process not in names:
         raise ConfigError(f"{run_dir} has no process {process}; it has: {', '.join(names) or 'none yet'}")
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     files: dict[Path, LogFile] = {}
     lines = list(_new_lines(rundir, process, files))
     _print(console, lines[max(0, len(lines) - num_lines) :])

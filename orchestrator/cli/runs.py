@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator.errors import ConfigError, RunFailedError, printable
+from orchestrator.observability.live import plain_console
 from orchestrator.observability.standing import State, read_standing
 from transport.errors import StreamError
 from transport.process.files import is_locked
@@ -47,10 +47,7 @@ def main_list(directory: Path, *, chosen: bool, as_json: bool) -> int:
     elif not rows:
         print(f"no runs below {shown(directory)}; start one: {command('streamrl-orchestrator', 'run')}")
     else:
-        console = Console(highlight=False, markup=False, emoji=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, markup=False, emoji=False, width=1000)
-        console.print(_table(rows))
+        plain_console(pipe_columns=1000).print(_table(rows))
     return 0
 
 

@@ -17,6 +17,7 @@ import msgspec
 from orchestrator.config.load import Resolved, presets_of
 from orchestrator.config.run_directory import RunDir
 from transport.contracts.settings import SERVER_ENGINES
+from transport.errors import DECODE_ERRORS
 from transport.process.files import writing
 from transport.process.programs import process_age_s, usable_cores, versions
 
@@ -78,7 +79,7 @@ def read_starts(rundir: RunDir) -> list[Start]:
     """All times that the run was started, in order; a damaged line is left out."""
     starts: list[Start] = []
     for line in rundir.starts.read_bytes().splitlines() if rundir.starts.exists() else ():
-        with suppress(msgspec.MsgspecError, RecursionError):
+        with suppress(*DECODE_ERRORS):
             starts.append(msgspec.json.decode(line, type=Start))
     return starts
 

@@ -23,7 +23,7 @@ from orchestrator.journal import is_new
 from transport.broker import keys
 from transport.broker.base import Broker, RunClaim
 from transport.broker.ownership import may_take
-from transport.errors import OtherRunError, RunExistsError, StreamError
+from transport.errors import DECODE_ERRORS, OtherRunError, RunExistsError, StreamError
 from transport.process.files import replace, writing
 from transport.process.tasks import beside
 from transport.tensors.base import host_id
@@ -55,7 +55,7 @@ def read_identity(rundir: RunDir) -> RunIdentity | None:
         return msgspec.json.decode(rundir.identity.read_bytes(), type=RunIdentity)
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, OSError, RecursionError) as error:
+    except (*DECODE_ERRORS, OSError) as error:
         raise ConfigError(
             f"{rundir.identity} cannot be read ({error}): put a copy of it back, or remove it and the run gets a new id"
         ) from error

@@ -40,9 +40,20 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+def plain_console(*, pipe_columns: int | None = None) -> Console:
+    """Console that prints texts as they are: a name in brackets is no markup.
+
+    pipe_columns: its width where stdout is no terminal; None: as rich finds it.
+    """
+    console = Console(highlight=False, markup=False, emoji=False)
+    if pipe_columns is not None and not console.is_terminal:
+        console.width = pipe_columns
+    return console
+
+
 def open_view(*, plain: bool) -> View:
     """A table if stdout is a terminal and ``plain`` is not asked for, else lines. Who stops reading ends no run."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     return UnreadView(PlainView() if plain or not console.is_terminal else TableView(console))
 
 

@@ -36,7 +36,7 @@ from orchestrator.config.schema import FIELDS, SECRET, value_of
 from orchestrator.errors import ConfigError, printable
 from orchestrator.observability.metrics import NewLines, grouped
 from transport.contracts.settings import Settings
-from transport.errors import StreamError
+from transport.errors import DECODE_ERRORS, StreamError
 from transport.process.files import replace
 from transport.process.programs import command, ending_with_this_process, python_module
 from transport.process.tasks import beside
@@ -108,7 +108,7 @@ async def _try_login(name: str, wait_s: float) -> str:
         await _kill(process)
     try:
         return msgspec.json.decode(said, type=_Answer).error
-    except (msgspec.MsgspecError, RecursionError):
+    except DECODE_ERRORS:
         return f"its process ended with {process.returncode}"
 
 
@@ -148,7 +148,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_left_out(run_dir: Path) -> list[LeftOut]:
     """The loggers that a run goes on without; none where nothing is known of any."""
-    with suppress(OSError, msgspec.MsgspecError, RecursionError):
+    with suppress(OSError, *DECODE_ERRORS):
         return msgspec.json.decode(RunDir(run_dir).loggers.read_bytes(), type=list[LeftOut])
     return []
 

@@ -20,7 +20,7 @@ import structlog
 from orchestrator.errors import DataError
 from transport.contracts.messages import Event, GroupScored, OwnPrompt, rollout_info_decoder
 from transport.contracts.types import Column, GroupId, RowId, is_evaluation, row_id
-from transport.errors import MessageError
+from transport.errors import DECODE_ERRORS, MessageError
 from transport.rows.columns import RowStore, decode_array
 
 log = structlog.get_logger(__name__)
@@ -121,7 +121,7 @@ def _of_row(entry: bytes) -> tuple[str, object]:
     """(question, expected answer) of a column TASK_ENTRY."""
     try:
         told = msgspec.json.decode(entry, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError):
+    except DECODE_ERRORS:
         return "", None
     question = told.get("question")
     return question if isinstance(question, str) else "", told.get("answer")
@@ -131,7 +131,7 @@ def _of_agent(own: bytes) -> tuple[str, object]:
     """Likewise of a prompt that an agent brought."""
     try:
         told = msgspec.msgpack.decode(own, type=OwnPrompt)
-    except (msgspec.MsgspecError, RecursionError):
+    except DECODE_ERRORS:
         return "", None
     return told.question, told.answer
 
@@ -148,7 +148,7 @@ def readable_sample(
         info = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO])
         response = detokenize(decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]).tolist())
         components = msgspec.json.decode(columns.get(Column.REWARD_COMPONENTS, b"{}"), type=dict[str, float])
-    except (MessageError, msgspec.MsgspecError, OverflowError, IndexError, RecursionError) as error:
+    except (MessageError, *DECODE_ERRORS, OverflowError, IndexError) as error:
         log.warning("a sample cannot be shown", row=row, error=str(error))
         return None
     left_out = max(0, len(response) - MAX_RESPONSE_CHARS - MAX_RESPONSE_END)

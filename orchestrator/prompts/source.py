@@ -32,7 +32,7 @@ from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
 from transport.contracts.settings import DEFAULT_CONTEXT, DataSettings, ScoringSettings, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId, SamplingParams
-from transport.errors import InputFileError
+from transport.errors import DECODE_ERRORS, InputFileError
 from transport.process.files import replace
 
 log = structlog.get_logger(__name__)
@@ -323,7 +323,7 @@ class MixedSource:
         try:
             decoded = msgspec.json.decode(position or b"{}", type=dict[str, str])
             places = decoded if position else dict.fromkeys(self._names, "")
-        except (msgspec.DecodeError, RecursionError):
+        except DECODE_ERRORS:
             places = {}
         if list(places) != self._names:
             raise DataError(

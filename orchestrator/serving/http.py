@@ -37,7 +37,7 @@ from orchestrator.serving.service import Service, StoredPrompt, Ticket
 from transport.contracts.messages import UpdateRequest, WeightManifest
 from transport.contracts.settings import SamplingSettings, Settings
 from transport.contracts.types import SamplingParams
-from transport.errors import TransientError
+from transport.errors import DECODE_ERRORS, TransientError
 from transport.process.http import BodyLimit, answer, number_of
 
 log = structlog.get_logger(__name__)
@@ -296,7 +296,7 @@ def _decode(body: bytes, kind: type[T]) -> T:
         raise HTTPException(400, "the body is empty; it must be JSON, see docs/service.md")
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (*DECODE_ERRORS, UnicodeDecodeError) as error:
         raise HTTPException(400, f"the body is not what it must be: {error}") from error
 
 

@@ -73,10 +73,15 @@ def start_in_terminal(
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup may have started these tests
+        preexec_fn=hear_hang_up,
     )
     os.close(theirs)
     return started, ours
+
+
+def hear_hang_up() -> None:
+    """For a process that is about to start: SIGHUP ends it, also where nohup has started these tests."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def ask_status(run_dir: Path) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,14 +11,13 @@ import pytest
 
 FULL_DISK_BYTES = 24 * 2**20
 """Of a disk for tests to fill: enough for a server to start on."""
-CLONE_NEWNS = 0x00020000
 
 
 @contextmanager
 def small_disk(directory: Path) -> Iterator[Path]:
     """A file system of its own of FULL_DISK_BYTES at ``directory``. Skips the test where nobody may mount one.
 
-    It is seen by this process and what that starts alone (``have_own_mounts``), so it is gone with them, however they
+    It is seen by this process and what that starts alone (tests/conftest.py), so it is gone with them, however they
     end.
     """
     directory.mkdir(parents=True)
@@ -31,15 +28,6 @@ def small_disk(directory: Path) -> Iterator[Path]:
         yield directory
     finally:
         subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
-def have_own_mounts() -> None:
-    """Mount nothing from here on that others see. Changes nothing for a user who may not mount.
-
-    For the start of a process of tests: threads and processes that it has already do not see what is mounted later.
-    """
-    if sys.platform == "linux" and ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
-        subprocess.run(["mount", "--make-rslave", "/"], check=False, capture_output=True)  # not where / is no mount
 
 
 @contextmanager

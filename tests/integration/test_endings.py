@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from orchestrator.launch.app import see_off
+from tests.fakes.command_line import hear_hang_up
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.trainer_run import TrainerRun, tiny_settings
@@ -166,7 +167,7 @@ async def test_a_trainer_process_takes_its_weights_back(tmp_path: Path, server: 
             env={**os.environ, "STREAMRL_BROKER_PASSWORD": server.password},
             stdout=written,
             stderr=written,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup may have started these tests
+            preexec_fn=hear_hang_up,
         )
     try:
         assert await run.broker.read(keys.WEIGHTS, "0-0", count=1, wait_s=120.0), log.read_text()

@@ -35,7 +35,7 @@ from transport.contracts.types import (
     WorkerId,
     WorkerKind,
 )
-from transport.errors import MessageError
+from transport.errors import DECODE_ERRORS, MessageError
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """A control message larger than this is foreign: bulk bytes travel beside the streams, never on them."""
@@ -874,7 +874,7 @@ class MessageDecoder(Generic[T]):
             raise MessageError(f"message of {len(raw)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
         try:
             return self._decoder.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (*DECODE_ERRORS, UnicodeDecodeError) as error:
             raise MessageError(f"not a valid message: {error}") from error
 
 
@@ -906,5 +906,5 @@ def part_of(entry: bytes) -> str:
     held-out problem. Raises MessageError."""
     try:
         return _entry_decoder.decode(entry or b"{}").part
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise MessageError(f"the entry of a prompt names no part of [data.mix]: {error}") from error

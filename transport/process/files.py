@@ -25,7 +25,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from transport.errors import DirectoryError, ForeignError, InputFileError
+from transport.errors import DECODE_ERRORS, DirectoryError, ForeignError, InputFileError
 
 REMAINS = ".tmp"  # how the name of a file ends that is not in place yet
 REMAINS_S = 3600.0  # no file takes so long to write: one that is older was left by a process that was killed
@@ -333,7 +333,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], content: bytes, where: str) -> T:
         return decoder.decode(content)
     except UnicodeDecodeError as error:
         raise InputFileError("it is not UTF-8 text: save it as UTF-8", where=where) from error
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         hint = " (JSON has no NaN)" if b"NaN" in content else ""
         if re.match(rb"\s*\{\s*'", content):
             hint = " (JSON has double quotes around names and texts, as json.dumps writes them)"

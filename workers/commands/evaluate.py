@@ -23,6 +23,7 @@ from transport.contracts.ledger import EVALUATED
 from transport.contracts.pass_at_k import pass_rates
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, SamplingParams, Struct
+from transport.errors import DECODE_ERRORS
 from transport.process import files
 from transport.process.clock import MonotonicClock
 from transport.process.files import writing
@@ -152,7 +153,7 @@ def evaluate_run(
 def _last_version(run_dir: Path) -> int:
     """The version of the run's final model. Raises RunFilesError: its metrics do not say."""
     path = run_dir / METRICS
-    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+    with contextlib.suppress(OSError, *DECODE_ERRORS):
         versions = [msgspec.json.decode(line, type=_Version).version for line in path.read_bytes().splitlines()]
         if versions:
             return max(versions)
@@ -193,7 +194,7 @@ def _figures_of(given: Sequence[Answer], ask: Asking, path: Path | None) -> dict
 def _read_problems(path: Path) -> list[HeldOut]:
     try:
         problems = msgspec.json.decode(b"[" + b",".join(path.read_bytes().splitlines()) + b"]", type=list[HeldOut])
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise RunFilesError(f"{path} does not hold the run's held-out problems: {error}") from error
     if not problems:
         raise RunFilesError(f"{path} is empty: the run holds out no problems (eval.problems)")

@@ -14,6 +14,7 @@ import msgspec
 
 from transport.contracts.ledger import CheckpointMeta, checkpoints_place
 from transport.contracts.settings import Settings
+from transport.errors import DECODE_ERRORS
 from transport.process.storage import Place
 from workers.errors import RunFilesError
 from workers.models import prepare_model
@@ -60,7 +61,7 @@ def read_settings(run_dir: Path) -> Settings:
     path = run_dir / "config.toml"
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Settings)
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise RunFilesError(
             f"{path} is not the configuration of a run ({error}): give the directory <dir>/<name>"
         ) from error

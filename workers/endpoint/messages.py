@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from transport.contracts.types import MAX_TOP_K, FinishReason, Struct
+from transport.errors import DECODE_ERRORS
 from workers.errors import EndpointRefusedError
 
 MAX_STOPS = 16
@@ -288,7 +289,7 @@ def decode(body: bytes, kind: type[T]) -> T:
         if isinstance(asked, Request):
             Request.check_fields(msgspec.json.decode(body, type=dict[str, Any]), type(asked))
         return asked
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (*DECODE_ERRORS, UnicodeDecodeError) as error:
         reason = str(error) if body else "the body is empty"
         reason = f"the body is not what it must be: {reason}"
         raise refused(reason, param=_blamed(str(error)), code="invalid_json") from error

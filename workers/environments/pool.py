@@ -25,6 +25,7 @@ import structlog
 
 from transport.contracts.messages import part_of
 from transport.contracts.settings import EnvironmentSettings, Settings
+from transport.errors import DECODE_ERRORS
 from transport.process.programs import python_module
 from workers.environments.environment import BUILT_IN, Answer, Failed, Observed, Ready, Reset, Setup, Step
 from workers.errors import EnvironmentFailedError, EnvironmentSetupError
@@ -107,7 +108,7 @@ class EnvironmentChild(ChildProcess):
         except (OSError, asyncio.IncompleteReadError):
             code = await self.ended()
             raise EnvironmentFailedError(f"the environment's process ended with {code} before it was ready") from None
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise EnvironmentFailedError(f"the environment's process sent an invalid answer: {error}") from None
         finally:
             if not ready:
@@ -130,7 +131,7 @@ class EnvironmentChild(ChildProcess):
             took_s = asyncio.get_running_loop().time() - asked_s
             why = slow if took_s >= limit_s else f"the environment's process ended with {code}"
             raise _CallFailedError(why) from None
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise _CallFailedError(f"the environment's process sent an invalid answer: {error}") from None
         finally:
             if not answered:

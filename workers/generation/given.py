@@ -17,7 +17,7 @@ import numpy as np
 
 from transport.contracts.settings import DataSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
-from transport.errors import MessageError
+from transport.errors import DECODE_ERRORS, MessageError
 from workers.generation.engine import Completion
 from workers.models import load_tokenizer, stop_token_ids
 
@@ -49,7 +49,7 @@ class GivenResponses:
         """The response of a row. entry: its column TASK_ENTRY. Raises MessageError where it has none."""
         try:
             row = msgspec.json.decode(entry, type=dict[str, Any])
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise MessageError(f"its entry is not JSON: {error}") from error
         column, metadata = self._data.response_column, row.get("metadata")
         others: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}

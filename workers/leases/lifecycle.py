@@ -35,7 +35,7 @@ from transport.broker.events import event_entry
 from transport.contracts.messages import STARTING, WorkerLost, WorkerStatus, encode
 from transport.contracts.settings import LivenessSettings, Settings
 from transport.contracts.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
-from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
+from transport.errors import DECODE_ERRORS, BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
 from transport.process.clock import Clock
 from transport.process.files import LockedError, locked, private_directory, run_directory, writing
 from transport.process.gpus import taken_gpus
@@ -231,7 +231,7 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
         raise BrokerUnavailableError((await broker.info()).address, reason) from None
     try:
         return msgspec.msgpack.decode(raw, type=Settings)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise ProtocolMismatchError(
             f"the settings of run {broker.run!r} were written by another version of streamrl: {error}"
         ) from error

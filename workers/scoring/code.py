@@ -28,6 +28,7 @@ import msgspec
 
 from transport.contracts.code_tasks import CodeTask, read_task
 from transport.contracts.types import Struct
+from transport.errors import DECODE_ERRORS
 from transport.process.programs import bare_python
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring import jail
@@ -189,7 +190,7 @@ class CodePool:
             return Verdict(well_formed=True, total=len(task.tests), limit="time")
         try:
             verdict = msgspec.json.decode(said, type=Verdict)
-        except (msgspec.MsgspecError, RecursionError):
+        except DECODE_ERRORS:
             raise RewardError("the grader's process ended without a verdict") from None
         if verdict.error:
             raise RewardError(verdict.error)

@@ -26,6 +26,7 @@ import structlog
 
 from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.settings import Settings
+from transport.errors import DECODE_ERRORS
 from transport.process.programs import python_module
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.child import GRACE_S, ChildProcess, child_environment
@@ -88,7 +89,7 @@ class RewardChild(ChildProcess):
             code = await self.ended()
             name = self._setup.spec.function or "(own verifier)"
             raise RewardSetupError(f"the process of reward {name!r} ended with {code} before it was ready") from None
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise RewardSetupError(f"the reward's process sent an invalid answer: {error}") from None
         finally:
             if not ready:
@@ -123,7 +124,7 @@ class RewardChild(ChildProcess):
             if time.monotonic() - started_s >= self._setup.timeout_s:
                 raise self._too_slow() from None
             raise RewardError(f"the reward's process ended with {code}") from None
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise RewardError(f"the reward's process sent an invalid answer: {error}") from None
         finally:
             if not answered:

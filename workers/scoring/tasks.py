@@ -25,7 +25,7 @@ from transport.broker.events import event_append
 from transport.contracts.messages import GroupScored, RowsMissing, part_of, rollout_info_decoder
 from transport.contracts.settings import AlgorithmSettings
 from transport.contracts.types import Column, GroupId, RowId, WorkerId, row_id
-from transport.errors import MessageError
+from transport.errors import DECODE_ERRORS, MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
 from workers.algorithms.advantage import overlong_penalty
 from workers.models import Detokenize
@@ -187,7 +187,7 @@ def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]
     for row in rows:
         try:
             components = msgspec.json.decode(row.get(Column.REWARD_COMPONENTS, b"{}"), type=dict[str, float])
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise MessageError(f"the reward components of a row are not numbers by name: {error}") from error
         for name, value in components.items():
             values.setdefault(name, []).append(value)

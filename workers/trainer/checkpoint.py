@@ -51,7 +51,7 @@ from transport.contracts.ledger import (
 from transport.contracts.messages import StepDone
 from transport.contracts.settings import DataSettings, Settings
 from transport.contracts.types import WeightIdentity
-from transport.errors import DirectoryError, MessageError
+from transport.errors import DECODE_ERRORS, DirectoryError, MessageError
 from transport.process import faults
 from transport.process.files import replace
 from transport.process.storage import Place, creating
@@ -393,7 +393,7 @@ class CheckpointStore:
             if isinstance(path, Path) and not path.is_dir():
                 return None, "it is not there: all ranks need the same directory"
             return _verified(path, self._rank, num_ranks), ""
-        except (OSError, MessageError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except (OSError, MessageError, *DECODE_ERRORS, ValueError) as error:
             return None, str(error) or type(error).__name__
 
     def _prune(self) -> None:
@@ -437,7 +437,7 @@ def newest_model(
             for name in model_files(meta):
                 _check_mark(path / name, meta.files[name])
             return path, meta, load(path, model_files(meta))
-        except (OSError, msgspec.MsgspecError, ValueError, RecursionError, TensorFileError) as error:
+        except (OSError, *DECODE_ERRORS, ValueError, TensorFileError) as error:
             tried[path] = str(error)
             log.warning("damaged checkpoint", path=str(path), error=str(error))
     others = sorted({of(path) for path in checkpoint_dirs(directory) if path not in tried})

@@ -16,6 +16,7 @@ from typing import IO
 
 import msgspec
 
+from transport.errors import DECODE_ERRORS
 from workers.errors import TensorFileError
 
 BLOCK_BYTES = 16 * 1024 * 1024
@@ -85,7 +86,7 @@ class TensorReader:
             header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
             metadata = msgspec.json.decode(header.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
             places = {name: msgspec.json.decode(entry, type=TensorPlace) for name, entry in header.items()}
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (*DECODE_ERRORS, UnicodeDecodeError) as error:
             raise TensorFileError(self._name, f"its header is not that of safetensors: {error}") from error
         for name, place in places.items():
             start, end = place.data_offsets

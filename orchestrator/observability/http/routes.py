@@ -37,7 +37,7 @@ from orchestrator.observability.http.status import StatusBoard
 from orchestrator.observability.metrics import BatchLines, reward_components
 from transport.broker.base import Broker
 from transport.contracts.settings import Settings
-from transport.errors import TransientError
+from transport.errors import DECODE_ERRORS, TransientError
 from transport.process.http import BodyLimit, Guard, answer, name_error, number_of, same_key
 
 HEALTHY_AGE_S = 5.0  # a status is made twice a second; one that is older says that deciding or the broker stands still
@@ -122,7 +122,7 @@ class ControlRoutes:
                 wanted = msgspec.json.decode(await request.body(), type=Change)
                 view = self._view()
                 event = change(self._settings, view.settings, view.num_admitted, wanted.key, wanted.value)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+            except (*DECODE_ERRORS, UnicodeDecodeError, ConfigError) as error:
                 raise HTTPException(400, str(error)) from error
         try:
             async with asyncio.timeout(APPEND_S):

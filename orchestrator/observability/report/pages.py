@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
-from rich.console import Console
 
 from orchestrator.config.run_directory import RunDir, journal_of
 from orchestrator.errors import ConfigError, printable, writing_out
+from orchestrator.observability.live import plain_console
 from orchestrator.observability.metrics import Repeats, sets_of, warnings_of
 from orchestrator.observability.report.bubbles import Cause, Usage
 from orchestrator.observability.report.comparison import COLUMNS, LAST, Comparison, compare_runs, outcomes, tables
@@ -378,7 +378,8 @@ def compare(run_dirs: Sequence[Path], out: Path) -> int:
     page = render_comparison(comparison)
     with writing_out(out):
         replace(out, page)
-    console = Console(highlight=False, markup=False, emoji=False, width=COLUMNS)
+    console = plain_console()
+    console.width = COLUMNS
     for table in tables(comparison, differing([run.settings for run in comparison.runs])):
         console.print(table)
     print(f"results at batch {comparison.at}, means of the batches before it; all of it: {out}")

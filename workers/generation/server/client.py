@@ -22,7 +22,7 @@ import msgspec
 
 from transport.contracts.llms import BF16, Fp8
 from transport.contracts.types import SamplingParams
-from transport.errors import PeerUnavailableError
+from transport.errors import DECODE_ERRORS, PeerUnavailableError
 from transport.process.secret import ENGINE_KEY
 from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError, WeightsMismatchError
 from workers.generation.engine import GenerationRequest
@@ -363,7 +363,7 @@ class ServerClient(ABC):
     def _read(self, kind: type[T], raw: bytes) -> T:
         try:
             return msgspec.json.decode(raw, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (*DECODE_ERRORS, UnicodeDecodeError) as error:
             raise ServerAnswerError(self.url, 0, f"{error}: {_shown(raw)}") from error
 
     def _read_field(self, name: str, kind: type[T], raw: bytes) -> T:

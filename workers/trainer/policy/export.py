@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from transport.contracts.ledger import META_FILE, CheckpointMeta
 from transport.contracts.settings import LoraSettings
+from transport.errors import DECODE_ERRORS
 from transport.process import faults
 from transport.process.files import is_no_room
 from transport.process.storage import Place
@@ -74,7 +74,7 @@ class Exporter:
             meta = CheckpointMeta.from_bytes((checkpoint / META_FILE).read_bytes())
             with closing(StoredTensors.open(checkpoint, model_files(meta))) as stored:
                 self.write(stored, target)
-        except (OSError, msgspec.MsgspecError, ValueError, TensorFileError, RecursionError) as error:
+        except (OSError, *DECODE_ERRORS, ValueError, TensorFileError) as error:
             raise CheckpointError(checkpoint, 0, str(error)) from error
 
     def write(self, weights: StoredTensors, target: Path) -> None:

@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from transport.errors import DECODE_ERRORS
 from transport.process.storage import Place
 from workers.errors import CheckpointError, TensorFileError
 from workers.models import MODEL_FILE
@@ -132,7 +133,7 @@ class StoredTensors:
     def _pieces_of(self, reader: TensorReader, file: str) -> dict[str, _Stored]:
         try:
             notes = msgspec.json.decode(reader.metadata.get(PIECES, "{}"), type=dict[str, PieceNote])
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise TensorFileError(file, f"it does not say which pieces it holds: {error}") from error
         found: dict[str, _Stored] = {}
         for name, place in reader.places.items():
